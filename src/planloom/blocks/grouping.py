@@ -1,0 +1,267 @@
+"""Group operators into blocks.
+
+A block is a convex group of operators in which every dim touches every contraction. Operators are visited in order:
+
+- a contraction with a parameter (a linear map, an embedding) is a block of its own: a layout can change before and after
+  it (2-D tensor parallel needs it after, sequence parallel before);
+- a view joins the block of its producer where no dim of that block is lost, else it counts as pointwise;
+- pointwise operators and reductions join all *open* blocks of their producers: those whose contractions, if any, are
+  reductions that this operator does not follow. A reduction's own dims must survive the merger.
+
+So in a Llama layer q, k, v, attention core, output projection, gate, up, activation, down, norm statistics (with the
+residual sum before them) and norm application are separate blocks.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from planloom.blocks.dims import BlockDim, factor_classes, flow_labels, name_dim, of_loss, rule_of, split_states
+from planloom.graph import Graph
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """`inputs` are tensors of other blocks; parameters and given tensors are listed apart."""
+
+    index: int
+    name: str
+    ops: tuple[int, ...]
+    inputs: tuple[str, ...]
+    parameters: tuple[str, ...]
+    given: tuple[str, ...]
+    outputs: tuple[str, ...]
+    dims: tuple[BlockDim, ...]
+
+    def dim(self, name: str) -> BlockDim | None:
+        return next((dim for dim in self.dims if dim.name == name), None)
+
+    @property
+    def from_parameters_alone(self) -> bool:
+        """Computed without activations: the same in every micro-batch."""
+        return not self.inputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockGraph:
+    """A graph and its blocks, producers first."""
+
+    graph: Graph
+    blocks: tuple[Block, ...]
+
+    @cached_property
+    def producer(self) -> dict[str, int]:
+        return {name: block.index for block in self.blocks for name in block.outputs}
+
+    @cached_property
+    def consumers(self) -> dict[str, tuple[int, ...]]:
+        """For every tensor that crosses a block's boundary, the blocks that read it, in order."""
+        found: dict[str, list[int]] = {}
+        for block in self.blocks:
+            for name in (*block.inputs, *block.parameters):
+                found.setdefault(name, []).append(block.index)
+        return {name: tuple(indices) for name, indices in found.items()}
+
+
+def find_blocks(graph: Graph) -> BlockGraph:
+    """Every operator in exactly one block."""
+    grouping = _Grouping(graph)
+    for index in range(len(graph.ops)):
+        grouping.visit(index)
+    groups = grouping.ordered_groups()
+    group_of = {op: i for i, members in enumerate(groups) for op in members}
+    labels = flow_labels(graph)
+    used: dict[str, int] = {}
+    blocks = []
+    for i, members in enumerate(groups):
+        name = _block_name(graph, members)
+        used[name] = used.get(name, 0) + 1
+        name = name if used[name] == 1 else f"{name}#{used[name]}"
+        blocks.append(_block(graph, i, name, members, group_of, labels))
+    return BlockGraph(graph=graph, blocks=tuple(blocks))
+
+
+class _Grouping:
+    """Union of operators into groups; a group is named by one of its operators."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.group_of: dict[int, int] = {}
+        self.members: dict[int, list[int]] = {}
+
+    def visit(self, index: int) -> None:
+        self.group_of[index], self.members[index] = index, [index]
+        op = self.graph.ops[index]
+        rule = rule_of(op)
+        producers = self._producer_groups(index)
+        if rule.kind == "contraction" and any(name in self.graph.parameters for name in op.inputs):
+            return
+        if rule.kind == "view" and len(producers) == 1 and self._joins_as_view(producers[0], index):
+            self._merge(producers[0], index)
+            return
+        for group in producers:
+            if self._is_open(group, index) and self._keeps_dims([*self.members[group], *self._own(index)]):
+                self._merge(group, index)
+
+    def _own(self, index: int) -> list[int]:
+        return self.members[self.group_of[index]]
+
+    def _producer_groups(self, index: int) -> list[int]:
+        made = (self.graph.producer.get(name) for name in self.graph.ops[index].inputs)
+        return list(dict.fromkeys(self.group_of[i] for i in made if i is not None))
+
+    def _merge(self, group: int, index: int) -> None:
+        absorbed = self.group_of[index]
+        if absorbed == group:
+            return
+        members = sorted([*self.members[group], *self.members.pop(absorbed)])
+        self.members[group] = members
+        for member in members:
+            self.group_of[member] = group
+
+    def _joins_as_view(self, group: int, index: int) -> bool:
+        members = [*self.members[group], index]
+        return self._keeps_dims(members) and self._is_convex(members)
+
+    def _is_open(self, group: int, index: int) -> bool:
+        """May pointwise operators and reductions still join this group?"""
+        contractions = [i for i in self.members[group] if rule_of(self.graph.ops[i]).kind == "contraction"]
+        for i in contractions:
+            op = self.graph.ops[i]
+            if any(name in self.graph.parameters for name in op.inputs) or op.target.endswith("attention.default"):
+                return False
+        own = self._own(index)
+        followed = self._descendants(contractions, within={*self.members[group], *own})
+        return not followed & set(own) and self._is_convex([*self.members[group], *own])
+
+    def _descendants(self, sources: Iterable[int], within: set[int]) -> set[int]:
+        reached = set(sources)
+        for index in sorted(within):
+            made = (self.graph.producer.get(name) for name in self.graph.ops[index].inputs)
+            if any(i in reached for i in made):
+                reached.add(index)
+        return reached - set(sources)
+
+    def _is_convex(self, members: list[int]) -> bool:
+        """No path leaves the group and returns to it."""
+        inside, left = set(members), set()
+        for index in range(min(members), max(members) + 1):
+            made = [self.graph.producer.get(name) for name in self.graph.ops[index].inputs]
+            behind = any(i in left for i in made)
+            if index in inside:
+                if behind:
+                    return False
+            elif behind or any(i in inside for i in made):
+                left.add(index)
+        # groups outside must stay acyclic with the merged one: whole groups on a path count as outside, too
+        return not self._group_path(inside)
+
+    def _group_path(self, inside: set[int]) -> bool:
+        """Is there a path from the group to itself through other groups, taken as wholes?"""
+        pending = {self.group_of[i] for i in inside}
+        reached: set[int] = set()
+        low, high = min(inside), max(inside)
+        changed = True
+        while changed:
+            changed = False
+            for index in range(low, high + 1):
+                group = self.group_of[index]
+                if index in inside or group in reached or group in pending:
+                    continue
+                made = [self.graph.producer.get(name) for name in self.graph.ops[index].inputs]
+                if any(i is not None and (i in inside or self.group_of[i] in reached) for i in made):
+                    reached.add(group)
+                    changed = True
+        for index in inside:
+            made = (self.graph.producer.get(name) for name in self.graph.ops[index].inputs)
+            if any(i is not None and self.group_of[i] in reached for i in made):
+                return True
+        return False
+
+    def _keeps_dims(self, members: list[int]) -> bool:
+        """Every legal factor of every contraction is a legal class of the whole, and touches every contraction."""
+        members = sorted(members)
+        contractions = [i for i in members if rule_of(self.graph.ops[i]).kind == "contraction"]
+        if not contractions:
+            return True
+        for factors in factor_classes(self.graph, members):
+            touching = {i for i, name in factors if name not in rule_of(self.graph.ops[i]).fixed}
+            if not touching & set(contractions):
+                continue
+            if not touching >= set(contractions) or split_states(self.graph, members, (), factors) is None:
+                return False
+        return True
+
+    def ordered_groups(self) -> list[list[int]]:
+        """The groups in an order in which producers come first; ties by first operator."""
+        waiting = {
+            group: {self.group_of[self.graph.producer[n]] for i in members for n in self.graph.ops[i].inputs
+                    if n in self.graph.producer} - {group}
+            for group, members in self.members.items()
+        }  # fmt: skip
+        order: list[list[int]] = []
+        while waiting:
+            ready = min((g for g, needs in waiting.items() if not needs & waiting.keys()), key=lambda g: self.members[g][0])
+            order.append(self.members[ready])
+            del waiting[ready]
+        return order
+
+
+def _block(
+    graph: Graph,
+    index: int,
+    name: str,
+    members: list[int],
+    group_of: dict[int, int],
+    labels: dict[tuple[str, int], str],
+) -> Block:
+    produced = {tensor for i in members for tensor in graph.ops[i].outputs}
+    read = dict.fromkeys(tensor for i in members for tensor in graph.ops[i].inputs if tensor not in produced)
+    read_outside = {
+        tensor for i, op in enumerate(graph.ops) if group_of[i] != index for tensor in op.inputs if tensor in produced
+    } | ({graph.loss} & produced)
+    outputs = tuple(t for i in members for t in graph.ops[i].outputs if t in read_outside)
+    return Block(
+        index=index,
+        name=name,
+        ops=tuple(members),
+        inputs=tuple(t for t in read if t in graph.producer),
+        parameters=tuple(t for t in read if t in graph.parameters),
+        given=tuple(t for t in read if t in graph.given_names),
+        outputs=outputs,
+        dims=_dims(graph, members, outputs, labels),
+    )
+
+
+def _dims(
+    graph: Graph, members: list[int], outputs: tuple[str, ...], labels: dict[tuple[str, int], str]
+) -> tuple[BlockDim, ...]:
+    found: list[tuple[str, int, dict[str, int], dict[str, str]]] = []
+    for factors in factor_classes(graph, members):
+        states = split_states(graph, members, outputs, factors)
+        if states is not None:
+            index, factor = factors[0]
+            size = rule_of(graph.ops[index]).sizes[factor]
+            found.append((name_dim(graph, factors, states[0], labels), size, *states))  # type: ignore[arg-type]
+    counts = {name: sum(1 for other in found if other[0] == name) for name, *_ in found}
+    numbers: dict[str, int] = {}
+    dims = []
+    for name, size, shards, partials in found:
+        number = numbers.setdefault(name, 0)
+        numbers[name] += 1
+        unique = f"{name}.{number}" if counts[name] > 1 else name
+        dims.append(BlockDim(name=unique, size=size, shards=shards, partials=partials))  # type: ignore[arg-type]
+    return tuple(dims)
+
+
+def _block_name(graph: Graph, members: list[int]) -> str:
+    """The module of the block's contraction (or last operator), and what it does there."""
+    contractions = [i for i in members if rule_of(graph.ops[i]).kind == "contraction"]
+    op = graph.ops[contractions[-1] if contractions else members[-1]]
+    if contractions and op.module and any(name in graph.parameters for name in op.inputs):
+        return op.module
+    word = op.target.split(".")[1] if contractions else "apply"
+    word = {"scaled_dot_product_attention": "attention", "mean": "statistics", "sum": "statistics"}.get(word, word)
+    if of_loss(graph, op):
+        return f"loss:{word.removeprefix('statistic_')}" if op.outputs[0] != graph.loss else "loss"
+    return f"{op.module or 'model'}:{word}"

@@ -1,0 +1,87 @@
+"""Segments: sequences of blocks that repeat, known by their fingerprint.
+
+A block's fingerprint holds its operators, shapes, dtypes, dims and how far back its inputs were made. A segment is the
+period of the longest repetition in the sequence of fingerprints; what lies before and after is searched again.
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+import msgspec
+
+from planloom.blocks.grouping import Block, BlockGraph
+from planloom.graph.values import is_reference
+
+
+# Shorter repetitions (two equal maps side by side) are not layers.
+_SHORTEST_PERIOD = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Blocks `start` up to `stop`; equal fingerprints mean equal work."""
+
+    start: int
+    stop: int
+    fingerprint: str
+
+
+def block_fingerprint(blocks: BlockGraph, block: Block) -> str:
+    """A digest of what the block computes, without names."""
+    graph, numbers = blocks.graph, {}
+
+    def number(tensor: str) -> int:
+        return numbers.setdefault(tensor, len(numbers))
+
+    def plain(arg: object) -> object:
+        if is_reference(arg):
+            return {"tensor": number(str(arg)[1:])}
+        return [plain(item) for item in arg] if isinstance(arg, list | tuple) else arg
+
+    lines: list[object] = []
+    for index in block.ops:
+        op = graph.ops[index]
+        shapes = [(graph.tensors[t].shape, graph.tensors[t].dtype, number(t)) for t in (*op.inputs, *op.outputs)]
+        lines.append((op.target, plain(op.args), {k: plain(v) for k, v in op.kwargs.items()}, shapes))
+    sources = [block.index - blocks.producer[t] for t in block.inputs]
+    dims = [(dim.name, dim.size) for dim in block.dims]
+    return hashlib.sha256(msgspec.json.encode([lines, sources, dims, len(block.parameters)])).hexdigest()[:16]
+
+
+def find_segments(blocks: BlockGraph) -> tuple[Segment, ...]:
+    """A partition of the blocks into segments, repetitions found first."""
+    prints = [block_fingerprint(blocks, block) for block in blocks.blocks]
+    crossing = [_crossing(blocks, cut) for cut in range(len(prints))]
+    return tuple(
+        Segment(start=a, stop=b, fingerprint=hashlib.sha256("".join(prints[a:b]).encode()).hexdigest()[:16])
+        for a, b in _partition(prints, crossing, 0, len(prints))
+    )
+
+
+def _crossing(blocks: BlockGraph, cut: int) -> int:
+    """How many tensors cross a cut; one through an expansion costs more, for then its original cannot run."""
+    crossing = sum(
+        1 for t, users in blocks.consumers.items() if t in blocks.producer and blocks.producer[t] < cut <= max(users)
+    )
+    before = {blocks.graph.ops[i].expansion for block in blocks.blocks[:cut] for i in block.ops} - {-1}
+    after = {blocks.graph.ops[i].expansion for block in blocks.blocks[cut:] for i in block.ops} - {-1}
+    return crossing + len(blocks.blocks) * len(before & after)
+
+
+def _partition(prints: list[str], crossing: list[int], low: int, high: int) -> list[tuple[int, int]]:
+    best = (0, 0, 0)  # covered, -period, start
+    for period in range(_SHORTEST_PERIOD, (high - low) // 2 + 1):
+        run = 0
+        for i in range(low, high - period):
+            run = run + 1 if prints[i] == prints[i + period] else 0
+            if run >= period and run % period == 0:
+                best = max(best, (run + period, -period, i + 1 - run))
+    covered, period, start = best[0], -best[1], best[2]
+    if not covered:
+        return [(low, high)] if low < high else []
+    # Any rotation of the period repeats too, once less; start where the fewest tensors cross.
+    shift = min(range(period), key=lambda r: (crossing[start + r], r))
+    first, count = start + shift, covered // period - bool(shift)
+    middle = [(first + i * period, first + (i + 1) * period) for i in range(count)]
+    before = _partition(prints, crossing, low, first) if first > low else []
+    return before + middle + _partition(prints, crossing, first + count * period, high)

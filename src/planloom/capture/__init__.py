@@ -1,0 +1,5 @@
+"""From an unchanged `nn.Module` and an example batch to a `Graph` with every rule attached."""
+
+from planloom.capture.capture import Batch, batch_spec, capture, capture_from_spec
+
+__all__ = ["Batch", "batch_spec", "capture", "capture_from_spec"]

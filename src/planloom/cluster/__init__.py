@@ -1,0 +1,25 @@
+"""YAML files and presets to a `Cluster`: levels, links and devices.
+
+`model` has the values, `units` the figures with human units, `files` the reading and writing, `presets` the machines.
+"""
+
+from planloom.cluster.files import cluster_to_yaml, list_presets, load_cluster
+from planloom.cluster.model import DTYPES, Cluster, Device, Level, Link
+from planloom.cluster.units import format_bytes, format_seconds, parse_bandwidth, parse_bytes, parse_rate, parse_seconds
+
+__all__ = [
+    "DTYPES",
+    "Cluster",
+    "Device",
+    "Level",
+    "Link",
+    "cluster_to_yaml",
+    "format_bytes",
+    "format_seconds",
+    "list_presets",
+    "load_cluster",
+    "parse_bandwidth",
+    "parse_bytes",
+    "parse_rate",
+    "parse_seconds",
+]

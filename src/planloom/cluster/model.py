@@ -1,0 +1,148 @@
+"""What a cluster is: levels, links and one kind of device.
+
+A cluster is a tree whose levels are listed outermost first; level i splits every member of level i - 1 into `count`
+members of its own, and the members of the last level are the devices. Device d has one coordinate a level, the mixed
+radix digits of d with the outermost level as the major one:
+
+    d = (((c_0) * count_1 + c_1) * count_2 + c_2) ...
+
+Devices whose outermost differing coordinate is at level i communicate over the link of level i: that link connects the
+`count` members of level i with each other.
+
+Everything here is a value that was checked when it was made: what can be constructed can be written to a file and read
+back (`planloom.cluster.files`).
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from planloom.errors import ClusterError
+
+DTYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+"""The dtypes, by torch's names, for which a device may give a peak rate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """How the members of one level reach each other.
+
+    `bandwidth_bytes_per_second` is what one uplink carries in each direction. With `shared`, a member of the level has
+    one uplink for all the devices in it (a node with one NIC); otherwise every device in it has an uplink of its own.
+    """
+
+    bandwidth_bytes_per_second: float
+    latency_seconds: float
+    shared: bool = False
+
+    def __post_init__(self) -> None:
+        _require_positive("bandwidth_bytes_per_second", self.bandwidth_bytes_per_second)
+        _require_positive("latency_seconds", self.latency_seconds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Level:
+    """One level of the tree: into how many members it splits what is around it, and the link between them."""
+
+    name: str
+    count: int
+    link: Link
+
+    def __post_init__(self) -> None:
+        _require_name("level", self.name)
+        if self.count < 1:
+            raise ClusterError(
+                f"count of level {self.name!r} is too small", given=str(self.count), required="a whole number from 1"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One accelerator, or one CPU process: peak rates by dtype, memory, and what launching one kernel costs."""
+
+    name: str
+    flops_per_second: Mapping[str, float] = field(hash=False)  # a dict has no hash; the other fields suffice
+    memory_bytes: int
+    memory_bytes_per_second: float
+    launch_seconds: float
+
+    def __post_init__(self) -> None:
+        _require_name("device", self.name)
+        object.__setattr__(self, "flops_per_second", dict(self.flops_per_second))  # ours: no one else can change it
+        if not self.flops_per_second or not set(self.flops_per_second) <= set(DTYPES):
+            raise ClusterError(
+                f"flops_per_second of device {self.name!r} has no or unknown dtypes",
+                given=", ".join(map(repr, self.flops_per_second)) or "none",
+                required=f"one rate or more, by dtype: {', '.join(DTYPES)}",
+            )
+        for dtype, rate in self.flops_per_second.items():
+            _require_positive(f"flops_per_second[{dtype!r}]", rate)
+        _require_positive("memory_bytes", self.memory_bytes)
+        _require_positive("memory_bytes_per_second", self.memory_bytes_per_second)
+        _require_positive("launch_seconds", self.launch_seconds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Levels, outermost first, and the device that all leaves are."""
+
+    name: str
+    levels: tuple[Level, ...]
+    device: Device
+
+    def __post_init__(self) -> None:
+        _require_name("cluster", self.name)
+        names = [level.name for level in self.levels]
+        if not names or len(set(names)) < len(names):
+            raise ClusterError(
+                f"levels of cluster {self.name!r} are empty or have equal names",
+                given=", ".join(map(repr, names)) or "none",
+                required="one level or more, each with a name of its own",
+            )
+
+    @property
+    def level_counts(self) -> tuple[int, ...]:
+        return tuple(level.count for level in self.levels)
+
+    @property
+    def num_devices(self) -> int:
+        return math.prod(self.level_counts)
+
+    def coordinates(self, device: int) -> tuple[int, ...]:
+        """The coordinate of a device at every level, outermost first."""
+        if not 0 <= device < self.num_devices:
+            raise ClusterError(
+                f"device {device} is not in cluster {self.name!r}",
+                given=str(device),
+                required=f"a device from 0 to {self.num_devices - 1}",
+                todo="use fewer devices, or more nodes",
+            )
+        digits = []
+        for count in reversed(self.level_counts):
+            device, digit = divmod(device, count)
+            digits.append(digit)
+        return tuple(reversed(digits))
+
+    def crossed_level(self, devices: tuple[int, ...]) -> int:
+        """The outermost level at which these devices differ: they communicate over its link.
+
+        One device alone crosses nothing; for it this is the innermost level.
+        """
+        if not devices:
+            raise ClusterError(
+                f"no devices of cluster {self.name!r} were named", given="()", required="one device or more"
+            )
+        for level, digits in enumerate(zip(*map(self.coordinates, devices), strict=True)):
+            if len(set(digits)) > 1:
+                return level
+        return len(self.levels) - 1
+
+
+def _require_name(noun: str, name: str) -> None:
+    if not name.strip() or not name.isprintable():
+        raise ClusterError(f"a {noun} has no proper name", given=repr(name), required="printable text, not empty")
+
+
+def _require_positive(key: str, value: float) -> None:
+    if not (value > 0 and math.isfinite(value)):
+        raise ClusterError(f"{key} is not a positive number", given=str(value), required="a finite number above zero")

@@ -1,0 +1,7 @@
+"""A run → a callable on local tensors; a collective program → the wire."""
+
+from planloom.execute.given import compute_given, local_slice
+from planloom.execute.local import LocalRun
+from planloom.execute.vjp import RunVjp
+
+__all__ = ["LocalRun", "RunVjp", "compute_given", "local_slice"]

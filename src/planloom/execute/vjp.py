@@ -1,0 +1,76 @@
+"""The forward of a run with what its backward needs, and nothing more.
+
+Between forward and backward a run holds gradient edges, not its boundary tensors: inputs enter through an identity whose only
+differentiable argument is a dummy leaf, so no accumulator keeps them alive, and outputs are remembered by their edge.
+Cotangents are made contiguous before they leave: autograd may return the same tensor twice, or one with zero strides.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from planloom.execute.local import LocalRun
+
+
+class _Enter(torch.autograd.Function):
+    """Identity: makes a tensor differentiable without becoming its owner."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> tuple[None, None]:
+        return None, None
+
+
+class RunVjp:
+    """One forward of a run; `backward` may be called once."""
+
+    def __init__(self, local: LocalRun, inputs: Sequence[Tensor], given: Mapping[str, Tensor], micro: int) -> None:
+        self._slots = local.run.inputs
+        self._shapes = [(tensor.shape, tensor.dtype, tensor.device) for tensor in inputs]
+        entered, self._edges_in = [], []
+        anchor = torch.zeros((), requires_grad=True)
+        with torch.enable_grad():
+            for slot, tensor in zip(self._slots, inputs, strict=True):
+                inside = _Enter.apply(anchor, tensor) if slot.cotangent is not None else tensor
+                entered.append(inside)
+                self._edges_in.append(get_gradient_edge(inside) if slot.cotangent is not None else None)
+            outputs = local(entered, given, micro)
+        self._edges_out: list[GradientEdge | None] = [
+            get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in outputs
+        ]
+        self.outputs: tuple[Tensor, ...] | None = tuple(tensor.detach() for tensor in outputs)
+
+    def take_outputs(self) -> tuple[Tensor, ...]:
+        """The outputs, which this object then forgets."""
+        assert self.outputs is not None
+        outputs, self.outputs = self.outputs, None
+        return outputs
+
+    def backward(self, cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The cotangents of the inputs, None for those without; zero where nothing depends on an input."""
+        pairs = [
+            (edge, cotangent)
+            for edge, cotangent in zip(self._edges_out, cotangents, strict=True)
+            if edge is not None and cotangent is not None
+        ]
+        wanted = [edge for edge in self._edges_in if edge is not None]
+        found = iter(
+            torch.autograd.grad(
+                [edge for edge, _ in pairs], wanted, [cotangent for _, cotangent in pairs], allow_unused=True
+            )
+            if pairs
+            else [None] * len(wanted)
+        )
+        results: list[Tensor | None] = []
+        for edge, (shape, dtype, device) in zip(self._edges_in, self._shapes, strict=True):
+            gradient = next(found) if edge is not None else None
+            if edge is not None and gradient is None:
+                gradient = torch.zeros(shape, dtype=dtype, device=device)
+            results.append(None if gradient is None else gradient.contiguous())
+        return results

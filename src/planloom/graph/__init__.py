@@ -1,0 +1,22 @@
+"""The forward pass and loss as a value: tensors, operators and their dimension rules."""
+
+from planloom.graph.factors import refine_factors
+from planloom.graph.fingerprint import fingerprint, graph_difference
+from planloom.graph.rules import Rule, notate
+from planloom.graph.values import Arg, Expansion, Graph, Op, Tensor, is_reference, reference, referenced
+
+__all__ = [
+    "Arg",
+    "Expansion",
+    "Graph",
+    "Op",
+    "Rule",
+    "Tensor",
+    "fingerprint",
+    "graph_difference",
+    "is_reference",
+    "notate",
+    "reference",
+    "referenced",
+    "refine_factors",
+]

@@ -1,0 +1,27 @@
+"""The `Plan` value, its file, the split/assign/order primitives and the library of named plans."""
+
+from planloom.plan.draft import Draft, draft
+from planloom.plan.files import load_plan, save_plan
+from planloom.plan.library import NamedPlan, axis_sizes, library, named_plan, parse_named
+from planloom.plan.orders import ORDERS, Call, gpipe, one_forward_one_backward
+from planloom.plan.values import Plan, Storage, StorageKind, require_model
+
+__all__ = [
+    "ORDERS",
+    "Call",
+    "Draft",
+    "NamedPlan",
+    "Plan",
+    "Storage",
+    "StorageKind",
+    "axis_sizes",
+    "draft",
+    "gpipe",
+    "library",
+    "load_plan",
+    "named_plan",
+    "one_forward_one_backward",
+    "parse_named",
+    "require_model",
+    "save_plan",
+]

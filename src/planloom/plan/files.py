@@ -1,0 +1,41 @@
+"""Plan files: JSON, written whole or not at all."""
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from planloom.errors import PlanError
+from planloom.plan.values import Plan
+
+
+def save_plan(plan: Plan, path: str | Path) -> None:
+    """Write beside the target and rename, so that a full disk leaves no half-written plan."""
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_bytes(msgspec.json.format(msgspec.json.encode(plan), indent=1))
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise PlanError(
+            f"the plan cannot be written to {path}",
+            given=str(error),
+            required="a writable folder with space left",
+            todo="free space or choose another path; nothing was changed",
+        ) from error
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Read a plan file; anything that is not one is refused with the place of the fault."""
+    try:
+        return msgspec.json.decode(Path(path).read_bytes(), type=Plan)
+    except OSError as error:
+        raise PlanError(f"the plan file {path} cannot be read", given=str(error), required="a readable file") from error
+    except msgspec.MsgspecError as error:
+        raise PlanError(
+            f"{path} is not a plan file",
+            given=str(error),
+            required="JSON written by `planloom plan --out`",
+            todo="write the plan again",
+        ) from error

@@ -1,0 +1,59 @@
+"""The `Plan`: every choice, resolved, for one model, one batch shape and one set of devices."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from planloom.errors import PlanError
+from planloom.graph import Graph, fingerprint, graph_difference
+from planloom.layout import Mesh
+from planloom.plan.orders import Call
+
+StorageKind = Literal["replicated", "zero1", "zero3"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    """How a parameter is stored over an axis that does not split it.
+
+    replicated: whole on every device, gradients reduced once a step; zero1: as before, but every device updates a shard
+    and the shards are gathered; zero3: only a shard is stored, gathered for every use, gradients reduced at every use.
+    """
+
+    kind: StorageKind = "replicated"
+    over: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """`strategies[i]`: for block i, dim → axes; `stages[i]`: the stage of block i; `meshes[s]`: the mesh of stage s.
+
+    `orders[s]` lists the calls of stage s; an empty tuple of orders is not a plan.
+    """
+
+    name: str
+    model: str
+    summary: dict[str, str]
+    batch: dict[str, tuple[tuple[int, ...], str]]
+    meshes: tuple[Mesh, ...]
+    stages: tuple[int, ...]
+    strategies: tuple[dict[str, tuple[str, ...]], ...]
+    storage: dict[str, Storage]
+    num_micro_batches: int
+    schedule: str
+    orders: tuple[tuple[Call, ...], ...]
+    version: int = 1
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        return tuple(device for mesh in self.meshes for device in mesh.devices)
+
+
+def require_model(plan: Plan, graph: Graph) -> None:
+    """Refuse a plan that was made for another model, and say what differs."""
+    if plan.model != fingerprint(graph):
+        raise PlanError(
+            f"plan {plan.name!r} was made for another model or batch shape",
+            given=f"fingerprint {fingerprint(graph)}: {graph_difference(plan.summary, graph)}",
+            required=f"fingerprint {plan.model}",
+            todo="plan again for this model and batch, or load the model that the plan was made for",
+        )

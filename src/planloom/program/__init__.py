@@ -1,0 +1,57 @@
+"""`Plan` → `Program`: transform, schedule, materialize, verify (SuperScaler's phases)."""
+
+from planloom.program.build import build_program
+from planloom.program.pieces import BlockPiece, piece_of
+from planloom.program.values import (
+    Accumulate,
+    Backward,
+    BodyCall,
+    Buffer,
+    Collective,
+    Forward,
+    Free,
+    Instruction,
+    Program,
+    Receive,
+    Run,
+    RunBlock,
+    Seed,
+    Send,
+    Slot,
+    StageProgram,
+    StoredParameter,
+    Sum,
+    Transfer,
+    Update,
+    Wait,
+)
+from planloom.program.verify import Proof, verify_program
+
+__all__ = [
+    "Accumulate",
+    "Backward",
+    "BlockPiece",
+    "BodyCall",
+    "Buffer",
+    "Collective",
+    "Forward",
+    "Free",
+    "Instruction",
+    "Program",
+    "Proof",
+    "Receive",
+    "Run",
+    "RunBlock",
+    "Seed",
+    "Send",
+    "Slot",
+    "StageProgram",
+    "StoredParameter",
+    "Sum",
+    "Transfer",
+    "Update",
+    "Wait",
+    "build_program",
+    "piece_of",
+    "verify_program",
+]

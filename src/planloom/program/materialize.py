@@ -1,0 +1,413 @@
+"""Materialize: connect every producer's layout to every consumer's, and write the bodies.
+
+A stage has four bodies:
+
+    enter     what the step needs once: parameters from their home stage, parameters used in another layout
+    forward   for each run: its inputs in its layouts, the run, sends to later stages
+    backward  runs in reverse: the cotangents of each output meet in a junction (summed where layouts agree, reduced,
+              summed), the run's vector-Jacobian product, parameter gradients accumulated
+    exit      gradients reduced to the optimizer's layout, update, gather; the loss completed and told to all stages
+
+Communication starts where its source is ready and is awaited where its result is needed. A send to a later stage is awaited
+in the backward of the same micro-batch, whose cotangent proves that it arrived; a cotangent's send in the next backward.
+So no order of calls can block on a send, and the verifier proves it for each program.
+"""
+
+from dataclasses import replace
+
+from planloom.collective import change_layout
+from planloom.collective.paths import StepPrice
+from planloom.errors import LayoutError, PlanError
+from planloom.layout import Layout
+from planloom.program.exchange import plan_transfers
+from planloom.program.free import free_after_last_use
+from planloom.program.schedule import ENTER, EXIT
+from planloom.program.storage import store_parameters
+from planloom.program.transform import Splits
+from planloom.program.values import (
+    Accumulate,
+    Backward,
+    BodyCall,
+    Buffer,
+    Collective,
+    Forward,
+    Free,
+    Instruction,
+    Program,
+    Receive,
+    Run,
+    Seed,
+    Send,
+    Slot,
+    StageProgram,
+    StoredParameter,
+    Sum,
+    Update,
+    Wait,
+)
+
+LOSS = Buffer(name="loss")
+_LOSS_TOTAL = Buffer(name="loss:total")
+
+
+def materialize(
+    splits: Splits, runs: tuple[Run, ...], calls: tuple[tuple[BodyCall, ...], ...], price: StepPrice
+) -> Program:
+    """The program of all stages."""
+    builder = _Builder(splits, runs, price)
+    builder.build()
+    plan = splits.plan
+    stages = []
+    for s, stage in enumerate(builder.stages):
+        bodies = {
+            ENTER: tuple(stage.enter),
+            "forward": free_after_last_use(stage.forward),
+            "backward": free_after_last_use(stage.backward),
+            EXIT: tuple(stage.exit),
+        }
+        parameters = tuple(
+            replace(p, gathers=tuple(sorted(stage.gathers.get(p.name, ()))))
+            for p in builder.parameters.values()
+            if p.stage == s
+        )
+        stages.append(
+            StageProgram(mesh=plan.meshes[s], bodies=bodies, calls=calls[s], parameters=parameters, loss=LOSS)
+        )
+    return Program(plan_name=plan.name, num_micro_batches=plan.num_micro_batches, stages=tuple(stages), runs=runs)
+
+
+class _Stage:
+    """The bodies of one stage while they are written."""
+
+    def __init__(self) -> None:
+        self.enter: list[Instruction] = []
+        self.forward: list[Instruction] = []
+        self.backward: list[Instruction] = []
+        self.exit: list[Instruction] = []
+        self.values: dict[tuple[str, Layout], Buffer] = {}
+        self.cotangents: dict[str, list[tuple[Layout, Buffer]]] = {}
+        self.gradients: dict[str, dict[Layout, Buffer]] = {}
+        self.imported_gradients: dict[str, list[Buffer]] = {}
+        self.gathers: dict[str, set[Buffer]] = {}
+
+
+class _Builder:
+    def __init__(self, splits: Splits, runs: tuple[Run, ...], price: StepPrice) -> None:
+        self.splits, self.runs, self.price = splits, runs, price
+        self.graph = splits.blocks.graph
+        self.meshes = splits.plan.meshes
+        self.parameters = store_parameters(splits)
+        self.stages = [_Stage() for _ in self.meshes]
+        self.made = {slot.tensor: (run, slot) for run in runs for slot in run.outputs}
+        self.imports = self._find_imports()
+
+    def _find_imports(self) -> dict[tuple[str, int], tuple[int, Slot]]:
+        """(tensor, stage) → the first run of the stage that reads a tensor made in another, and its slot."""
+        imports: dict[tuple[str, int], tuple[int, Slot]] = {}
+        for run in self.runs:
+            for slot in run.inputs:
+                if slot.tensor in self.made and self.made[slot.tensor][0].stage != run.stage:
+                    imports.setdefault((slot.tensor, run.stage), (run.index, slot))
+        return imports
+
+    def build(self) -> None:
+        for run in self.runs:
+            self._forward(run)
+        for run in reversed(self.runs):
+            self._backward(run)
+        for s in reversed(range(len(self.stages))):
+            self._send_gradients(s)
+        for s in range(len(self.stages)):
+            self._update(s)
+        self._loss()
+
+    # -- the pieces that every phase uses
+
+    def _change(
+        self, body: list[Instruction], stage: int, slot: Slot, source: Buffer, before: Layout, after: Layout, name: str
+    ) -> Buffer:
+        """Bring a buffer into another layout; the same buffer if nothing changes."""
+        try:
+            steps = change_layout(before, after, self.meshes[stage], slot.sizes, self.price)
+        except LayoutError as error:
+            raise PlanError(
+                f"{slot.tensor} cannot be brought from its producer to its consumer",
+                given=f"layout {before}",
+                required=f"layout {after}",
+                todo="split the blocks on both sides alike, or over axes that divide the tensor",
+            ) from error
+        if not steps:
+            return source
+        target = Buffer(name=name, indexed=source.indexed)
+        sizes = before.local_sizes(slot.sizes)
+        body.append(Collective(tensor=slot.tensor, source=source, target=target, steps=steps, sizes=sizes))
+        body.append(Wait(buffer=target))
+        return target
+
+    def _exchange(
+        self,
+        slot: Slot,
+        sender: tuple[int, list[Instruction], Buffer, Layout],
+        receiver: tuple[int, list[Instruction], Buffer, Layout],
+    ) -> None:
+        """A send in one stage's body and the receive with its wait in another's."""
+        source_stage, source_body, source, before = sender
+        target_stage, target_body, target, after = receiver
+        channel = f"{target.name}:{source_stage}>{target_stage}"
+        transfers = plan_transfers(slot.sizes, before, self.meshes[source_stage], after, self.meshes[target_stage])
+        sizes, new_sizes = before.local_sizes(slot.sizes), after.local_sizes(slot.sizes)
+        tensor = slot.tensor
+        source_body.append(Send(tensor=tensor, channel=channel, source=source, transfers=transfers, sizes=sizes))
+        target_body.append(
+            Receive(tensor=tensor, channel=channel, target=target, transfers=transfers, sizes=new_sizes)
+        )
+        target_body.append(Wait(buffer=target))
+
+    # -- forward
+
+    def _forward(self, run: Run) -> None:
+        stage = self.stages[run.stage]
+        self._receive_imports(run)
+        inputs, gathered = [], []
+        for slot in run.inputs:
+            if slot.tensor in self.parameters:
+                buffer, is_gathered = self._parameter(run.stage, slot, stage.forward)
+                gathered += [buffer] if is_gathered else []
+            else:
+                buffer = self._value(run.stage, slot)
+            inputs.append(buffer)
+        outputs = tuple(Buffer(name=slot.tensor, indexed=True) for slot in run.outputs)
+        stage.forward.append(Forward(run=run.index, inputs=tuple(inputs), outputs=outputs))
+        stage.forward += [Free(buffer=buffer) for buffer in gathered]
+        for slot, buffer in zip(run.outputs, outputs, strict=True):
+            stage.values[slot.tensor, slot.layout] = buffer
+            if slot.tensor == self.graph.loss:
+                stage.forward.append(Accumulate(tensor=slot.tensor, target=_LOSS_TOTAL, source=buffer))
+            self._export(run, slot, buffer)
+
+    def _receive_imports(self, run: Run) -> None:
+        """What this run is the first of its stage to read from another one: both halves of the exchange."""
+        for (tensor, stage), (first, slot) in self.imports.items():
+            if stage == run.stage and first == run.index:
+                source, made = self.made[tensor]
+                received = Buffer(name=f"{tensor}:received", indexed=True)
+                self._exchange(
+                    slot,
+                    (source.stage, self.stages[source.stage].forward, self._exported(tensor), made.layout.completed()),
+                    (stage, self.stages[stage].forward, received, slot.layout),
+                )
+                self.stages[stage].values[tensor, slot.layout] = received
+
+    def _exported(self, tensor: str) -> Buffer:
+        source, made = self.made[tensor]
+        return self.stages[source.stage].values[tensor, made.layout.completed()]
+
+    def _export(self, run: Run, slot: Slot, buffer: Buffer) -> None:
+        """Complete what a later stage reads, and await its sends in the backward."""
+        if any(tensor == slot.tensor for tensor, _ in self.imports):
+            whole = slot.layout.completed()
+            stage = self.stages[run.stage]
+            if (slot.tensor, whole) not in stage.values:
+                name = f"{slot.tensor}:complete"
+                stage.values[slot.tensor, whole] = self._change(
+                    stage.forward, run.stage, slot, buffer, slot.layout, whole, name
+                )
+            stage.backward.append(Wait(buffer=stage.values[slot.tensor, whole], free=True))
+
+    def _value(self, s: int, slot: Slot) -> Buffer:
+        """An activation in the layout that a run needs."""
+        stage = self.stages[s]
+        key = (slot.tensor, slot.layout)
+        if key not in stage.values:
+            before = next(layout for tensor, layout in stage.values if tensor == slot.tensor)
+            name = f"{slot.tensor}@{slot.layout}"
+            stage.values[key] = self._change(
+                stage.forward, s, slot, stage.values[slot.tensor, before], before, slot.layout, name
+            )
+        return stage.values[key]
+
+    def _parameter(self, s: int, slot: Slot, body: list[Instruction]) -> tuple[Buffer, bool]:
+        """A parameter in the layout of its use; True if it was gathered for this use alone."""
+        stage, home = self.stages[s], self.parameters[slot.tensor]
+        if home.stage == s and home.layout == slot.layout:
+            return home.buffer, False
+        if self._is_gathered(s, home):
+            name = f"{slot.tensor}:gathered@{slot.layout}"
+            buffer = self._change(body, s, slot, home.buffer, home.layout, slot.layout, name)
+            stage.gathers.setdefault(slot.tensor, set()).add(buffer)
+            return buffer, True
+        key = (slot.tensor, slot.layout)
+        if key not in stage.values:
+            used = Buffer(name=f"{slot.tensor}:used@{slot.layout}")
+            if home.stage == s:
+                self._change(stage.enter, s, slot, home.buffer, home.layout, slot.layout, used.name)
+            else:
+                sender = (home.stage, self.stages[home.stage].enter, home.buffer, home.layout)
+                self._exchange(slot, sender, (s, stage.enter, used, slot.layout))
+                self.stages[home.stage].exit.append(Wait(buffer=home.buffer, every=True))
+            stage.values[key] = used
+            stage.exit.append(Free(buffer=used))
+        return stage.values[key], False
+
+    def _is_gathered(self, s: int, home: StoredParameter) -> bool:
+        storage = self.splits.plan.storage.get(home.name)
+        return home.stage == s and storage is not None and storage.kind == "zero3"
+
+    # -- backward
+
+    def _backward(self, run: Run) -> None:
+        stage = self.stages[run.stage]
+        cotangents = [self._output_cotangent(run, slot) for slot in run.outputs]
+        if not any(cotangents):
+            return
+        gathered = []
+        for slot in run.inputs:
+            if slot.tensor in self.parameters:
+                buffer, is_gathered = self._parameter(run.stage, slot, stage.backward)
+                gathered += [buffer] if is_gathered else []
+        outputs = [
+            Buffer(name=f"{slot.tensor}:d{run.index}.{i}", indexed=True) if slot.cotangent is not None else None
+            for i, slot in enumerate(run.inputs)
+        ]
+        stage.backward.append(Backward(run=run.index, cotangents=tuple(cotangents), outputs=tuple(outputs)))
+        stage.backward += [Free(buffer=buffer) for buffer in gathered]
+        for slot, buffer in zip(run.inputs, outputs, strict=True):
+            if buffer is None:
+                continue
+            if slot.tensor in self.parameters:
+                self._accumulate(run.stage, slot, buffer)
+            else:
+                stage.cotangents.setdefault(slot.tensor, []).append((_cotangent(slot), buffer))
+        self._send_cotangents(run)
+
+    def _output_cotangent(self, run: Run, slot: Slot) -> Buffer | None:
+        """The complete cotangent of a run's output, in the layout that the run takes."""
+        stage = self.stages[run.stage]
+        if slot.cotangent is None:
+            return None
+        if slot.tensor == self.graph.loss:
+            seed = Buffer(name="loss:seed", indexed=True)
+            stage.backward.append(Seed(tensor=slot.tensor, target=seed))
+            return seed
+        parts = stage.cotangents.get(slot.tensor, [])
+        return self._junction(run.stage, slot, parts, slot.cotangent) if parts else None
+
+    def _junction(self, s: int, slot: Slot, parts: list[tuple[Layout, Buffer]], target: Layout) -> Buffer:
+        """Sum what has one layout, reduce each sum, sum the results: partial sums are passed on as such."""
+        body = self.stages[s].backward
+        by_layout: dict[Layout, list[Buffer]] = {}
+        for layout, buffer in parts:
+            by_layout.setdefault(layout, []).append(buffer)
+        results = []
+        for i, (layout, buffers) in enumerate(by_layout.items()):
+            total = self._sum(body, slot.tensor, buffers, f"{slot.tensor}:junction{i}")
+            results.append(self._change(body, s, slot, total, layout, target, f"{slot.tensor}:reduced{i}"))
+        return self._sum(body, slot.tensor, results, f"{slot.tensor}:cotangent")
+
+    def _sum(self, body: list[Instruction], tensor: str, buffers: list[Buffer], name: str) -> Buffer:
+        if len(buffers) == 1:
+            return buffers[0]
+        target = Buffer(name=name, indexed=buffers[0].indexed)
+        body.append(Sum(tensor=tensor, target=target, sources=tuple(buffers)))
+        return target
+
+    def _send_cotangents(self, run: Run) -> None:
+        """Cotangents of what this run was the first to import go back to the stage that made it."""
+        for (tensor, s), (first, slot) in self.imports.items():
+            stage = self.stages[s]
+            if s != run.stage or first != run.index or tensor not in stage.cotangents:
+                continue
+            source, made = self.made[tensor]
+            assert made.cotangent is not None
+            complete = self._junction(s, slot, stage.cotangents[tensor], slot.layout)
+            whole = made.cotangent.completed()
+            received = Buffer(name=f"{tensor}:from{s}", indexed=True)
+            home = self.stages[source.stage]
+            self._exchange(slot, (s, stage.backward, complete, slot.layout), (source.stage, home.backward, received, whole))
+            stage.backward.insert(0, Wait(buffer=complete, lag=1, free=True))
+            stage.exit.append(Wait(buffer=complete, every=True, free=True))
+            home.cotangents.setdefault(tensor, []).append((whole, received))
+
+    # -- parameters
+
+    def _accumulate(self, s: int, slot: Slot, cotangent: Buffer) -> None:
+        stage, home, layout = self.stages[s], self.parameters[slot.tensor], _cotangent(slot)
+        if self._is_gathered(s, home):
+            name = f"{slot.tensor}:shard{len(stage.backward)}"
+            cotangent = self._change(stage.backward, s, slot, cotangent, layout, home.optimizer_layout, name)
+            layout = home.optimizer_layout
+        sums = stage.gradients.setdefault(slot.tensor, {})
+        target = sums.setdefault(layout, Buffer(name=f"{slot.tensor}:sum{len(sums)}"))
+        stage.backward.append(Accumulate(tensor=slot.tensor, target=target, source=cotangent))
+
+    def _send_gradients(self, s: int) -> None:
+        """Bring every sum of gradients to the optimizer's layout at the parameter's home."""
+        stage = self.stages[s]
+        for name, sums in stage.gradients.items():
+            home = self.parameters[name]
+            slot = Slot(tensor=name, layout=home.layout, cotangent=None, sizes=home.sizes)
+            for i, (layout, buffer) in enumerate(list(sums.items())):
+                if home.stage == s:
+                    continue
+                whole = layout.completed()
+                complete = self._change(stage.exit, s, slot, buffer, layout, whole, f"{name}:whole{i}")
+                received = Buffer(name=f"{name}:from{s}.{i}")
+                target = self.stages[home.stage]
+                self._exchange(
+                    slot,
+                    (s, stage.exit, complete, whole),
+                    (home.stage, target.exit, received, home.optimizer_layout),
+                )
+                stage.exit.append(Wait(buffer=complete, free=True))
+                if complete != buffer:
+                    stage.exit.append(Free(buffer=buffer))
+                target.gradients.setdefault(name, {})
+                target.imported_gradients.setdefault(name, []).append(received)
+
+    def _update(self, s: int) -> None:
+        stage = self.stages[s]
+        updated: list[StoredParameter] = []
+        gradients = []
+        for home in self.parameters.values():
+            if home.stage != s or home.name not in stage.gradients:
+                continue
+            slot = Slot(tensor=home.name, layout=home.layout, cotangent=None, sizes=home.sizes)
+            parts = []
+            for i, (layout, buffer) in enumerate(stage.gradients[home.name].items()):
+                name = f"{home.name}:reduced{i}"
+                reduced = self._change(stage.exit, s, slot, buffer, layout, home.optimizer_layout, name)
+                stage.exit += [Free(buffer=buffer)] if reduced != buffer else []
+                parts.append(reduced)
+            parts += stage.imported_gradients.get(home.name, [])
+            gradient = self._sum(stage.exit, home.name, parts, f"{home.name}:gradient")
+            stage.exit += [Free(buffer=part) for part in parts if part != gradient]
+            gradients.append(gradient)
+            updated.append(home)
+        targets = tuple(home.updated for home in updated)
+        names = tuple(home.name for home in updated)
+        stage.exit.append(Update(parameters=names, gradients=tuple(gradients), targets=targets))
+        stage.exit += [Free(buffer=gradient) for gradient in gradients]
+        for home in updated:
+            if home.updated != home.buffer:
+                slot = Slot(tensor=home.name, layout=home.layout, cotangent=None, sizes=home.sizes)
+                self._change(stage.exit, s, slot, home.updated, home.optimizer_layout, home.layout, home.buffer.name)
+
+    # -- loss
+
+    def _loss(self) -> None:
+        run, slot = self.made[self.graph.loss]
+        whole, home = slot.layout.completed(), self.stages[run.stage]
+        complete = self._change(home.exit, run.stage, slot, _LOSS_TOTAL, slot.layout, whole, LOSS.name)
+        if complete == _LOSS_TOTAL:
+            home.exit.append(Sum(tensor=slot.tensor, target=LOSS, sources=(_LOSS_TOTAL,)))
+        home.exit.append(Free(buffer=_LOSS_TOTAL))
+        for s, stage in enumerate(self.stages):
+            if s != run.stage:
+                self._exchange(slot, (run.stage, home.exit, LOSS, whole), (s, stage.exit, LOSS, whole))
+        if len(self.stages) > 1:
+            home.exit.append(Wait(buffer=LOSS))
+
+
+def _cotangent(slot: Slot) -> Layout:
+    assert slot.cotangent is not None
+    return slot.cotangent

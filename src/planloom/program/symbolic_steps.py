@@ -1,0 +1,131 @@
+"""What the steps of collective programs and the messages of exchanges do to symbols."""
+
+from collections.abc import Sequence
+
+from planloom.collective import Step
+from planloom.layout import Box
+from planloom.program.symbols import Symbol, overlapping
+
+
+class StepError(Exception):
+    """A step that would put together what does not belong together."""
+
+    def __init__(self, what: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(what)
+        self.ranks = ranks
+
+
+def apply_steps(steps: Sequence[Step], symbols: dict[int, Symbol]) -> dict[int, Symbol]:
+    """The symbols of all devices after a collective program."""
+    for step in steps:
+        after: dict[int, Symbol] = {}
+        for group in step.groups:
+            if len(set(group)) != len(group):
+                raise StepError(f"{step.kind}: a device is in a group twice", group)
+            if any(device not in symbols for device in group):
+                raise StepError(f"{step.kind}: a group holds a device of another stage", group)
+            for position, device in enumerate(group):
+                if device in after:
+                    raise StepError(f"{step.kind}: a device is in two groups", (device,))
+                after[device] = _one(step, [symbols[member] for member in group], group, position)
+        if after.keys() != symbols.keys():
+            raise StepError(f"{step.kind}: a device is in no group", tuple(sorted(symbols.keys() - after.keys())))
+        symbols = after
+    return symbols
+
+
+def _one(step: Step, members: list[Symbol], group: tuple[int, ...], position: int) -> Symbol:
+    own = members[position]
+    match step.kind:
+        case "slice":
+            return _piece(own, step.into, position, len(group), group)
+        case "mask":
+            return own if position == 0 else Symbol(own.kind, own.tensor, own.box, frozenset())
+        case "all_reduce":
+            return _reduced(step, members, group)
+        case "reduce_scatter":
+            return _piece(_reduced(step, members, group), step.into, position, len(group), group)
+        case "all_gather":
+            return _gathered(step, members, group)
+        case "all_to_all":
+            return _piece(_gathered(step, members, group), step.into, position, len(group), group)
+
+
+def _reduced(step: Step, members: list[Symbol], group: tuple[int, ...]) -> Symbol:
+    total = members[0]
+    for member in members[1:]:
+        if (member.kind, member.tensor, member.box) != (total.kind, total.tensor, total.box):
+            raise StepError(f"{step.kind} adds {total} and {member}", group)
+        twice = overlapping(total.parts, member.parts) if step.combine == "sum" else None
+        if twice is not None:
+            raise StepError(
+                f"{step.kind} counts the contribution of {twice[0][1]} at {list(twice[0][2])} twice", group
+            )
+        total = Symbol(total.kind, total.tensor, total.box, total.parts | member.parts)
+    return total
+
+
+def _gathered(step: Step, members: list[Symbol], group: tuple[int, ...]) -> Symbol:
+    first, stop = members[0], members[0].box[step.along][1]
+    for member in members[1:]:
+        same = (member.kind, member.tensor, member.parts) == (first.kind, first.tensor, first.parts)
+        if not same or _without(member.box, step.along) != _without(first.box, step.along):
+            raise StepError(f"{step.kind} puts {first} and {member} together", group)
+        if member.box[step.along][0] != stop:
+            raise StepError(
+                f"{step.kind} puts pieces together out of order: one ends at {stop}, the next starts at "
+                f"{member.box[step.along][0]}",
+                group,
+            )
+        stop = member.box[step.along][1]
+    box = tuple((s, stop) if i == step.along else (s, e) for i, (s, e) in enumerate(first.box))
+    return Symbol(first.kind, first.tensor, box, first.parts)
+
+
+def _without(box: Box, factor: int) -> Box:
+    return box[:factor] + box[factor + 1 :]
+
+
+def _piece(symbol: Symbol, factor: int, position: int, count: int, group: tuple[int, ...]) -> Symbol:
+    start, stop = symbol.box[factor]
+    if (stop - start) % count:
+        raise StepError(f"{symbol} cannot be cut into {count} pieces", group)
+    length = (stop - start) // count
+    interval = (start + position * length, start + (position + 1) * length)
+    box = tuple(interval if i == factor else pair for i, pair in enumerate(symbol.box))
+    return Symbol(symbol.kind, symbol.tensor, box, symbol.parts)
+
+
+def extract(symbol: Symbol, local: Box, sizes: tuple[int, ...]) -> Symbol:
+    """The part of a symbol that a box in the index of its local array holds."""
+    if tuple(stop - start for start, stop in symbol.box) != sizes:
+        raise StepError(f"{symbol} is not of local size {sizes}")
+    if any(start < 0 or stop > size or start >= stop for (start, stop), size in zip(local, sizes, strict=True)):
+        raise StepError(f"the box {list(local)} lies outside {symbol}")
+    box = tuple((base + start, base + stop) for (base, _), (start, stop) in zip(symbol.box, local, strict=True))
+    return Symbol(symbol.kind, symbol.tensor, box, symbol.parts)
+
+
+def join_messages(arrived: list[tuple[Symbol, Box]], sizes: tuple[int, ...]) -> Symbol:
+    """Messages put at their places in a local array: they must fill it and lie as they do in the tensor."""
+    if not arrived:
+        raise StepError("nothing arrives")
+    first, volume = arrived[0][0], 0
+    origin = tuple(s - t for (s, _), (t, _) in zip(first.box, arrived[0][1], strict=True))
+    for symbol, place in arrived:
+        shifted = tuple((s + o, e + o) for (s, e), o in zip(place, origin, strict=True))
+        if (symbol.kind, symbol.tensor, symbol.parts) != (first.kind, first.tensor, first.parts):
+            raise StepError(f"{first} and {symbol} arrive as one tensor")
+        if symbol.box != shifted:
+            raise StepError(f"{symbol} arrives where {list(shifted)} belongs")
+        count = 1
+        for start, stop in place:
+            count *= stop - start
+        volume += count
+    total = 1
+    for size in sizes:
+        total *= size
+    if volume != total:
+        raise StepError(f"messages fill {volume} of {total} elements")
+    box = tuple((o, o + size) for o, size in zip(origin, sizes, strict=True))
+    return Symbol(first.kind, first.tensor, box, first.parts)

@@ -1,0 +1,236 @@
+"""The `Program`: bodies of instructions, and for every role a list of calls of bodies.
+
+Bodies are straight lines written once, in the time index: a buffer that is `indexed` has one instance a micro-batch. A role
+is a stage here: all its devices run the same instructions, and what differs between them (coordinates, groups) is in the
+values. The verifier, the simulator and the runtime interpret the same instructions; there is no other description
+of what runs.
+"""
+
+from dataclasses import dataclass, field
+
+from planloom.collective import Step
+from planloom.layout import Box, Combine, Digit, Layout, Mesh
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Buffer:
+    """A named place on every device of a stage; one instance a micro-batch if `indexed`."""
+
+    name: str
+    indexed: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name}[m]" if self.indexed else self.name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """A tensor at the boundary of a run: `sizes` are its whole factor sizes in one micro-batch, `cotangent` the layout of its cotangent."""
+
+    tensor: str
+    layout: Layout
+    cotangent: Layout | None
+    sizes: tuple[int, ...]
+    timed_factor: int = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunBlock:
+    """A block inside a run: `splits` gives its split dims with their space digits; `reads` the slot of each outside tensor.
+
+    `timed_dim` is the dim that the micro-batches split; `passes_partial`: digits over which a partial cotangent of
+    its outputs is passed on to its parameters.
+    """
+
+    block: int
+    splits: tuple[tuple[str, tuple[Digit, ...]], ...]
+    timed_dim: str
+    reads: dict[str, int]
+    passes_partial: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Blocks with no communication between them, forward or backward: the unit that is launched and profiled."""
+
+    index: int
+    stage: int
+    blocks: tuple[RunBlock, ...]
+    inputs: tuple[Slot, ...]
+    outputs: tuple[Slot, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forward:
+    """Run the local forward function."""
+
+    run: int
+    inputs: tuple[Buffer, ...]
+    outputs: tuple[Buffer, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backward:
+    """Run the vector-Jacobian product of an earlier `Forward` of the same micro-batch; None: no cotangent."""
+
+    run: int
+    cotangents: tuple[Buffer | None, ...]
+    outputs: tuple[Buffer | None, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """Start a collective program; `sizes` are the factor sizes of a device's array before it."""
+
+    tensor: str
+    source: Buffer
+    target: Buffer
+    steps: tuple[Step, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """Elements from one device to another: boxes in the index of the sender's and of the receiver's array."""
+
+    source: int
+    target: int
+    source_box: Box
+    target_box: Box
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Send:
+    """Start the sending half of an exchange between stages."""
+
+    tensor: str
+    channel: str
+    source: Buffer
+    transfers: tuple[Transfer, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receive:
+    """Start the receiving half of an exchange between stages."""
+
+    tensor: str
+    channel: str
+    target: Buffer
+    transfers: tuple[Transfer, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """Wait for what was started on a buffer.
+
+    `lag`: for the instance of that many micro-batches before, if it is in flight; `every`: for all that are.
+    """
+
+    buffer: Buffer
+    lag: int = 0
+    every: bool = False
+    free: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sum:
+    """A junction: the sum of cotangents in one layout."""
+
+    tensor: str
+    target: Buffer
+    sources: tuple[Buffer, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accumulate:
+    """Add into a buffer of the step, which starts empty."""
+
+    tensor: str
+    target: Buffer
+    source: Buffer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seed:
+    """The cotangent of the loss: one."""
+
+    tensor: str
+    target: Buffer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Free:
+    """Forget a buffer."""
+
+    buffer: Buffer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """One optimizer step on the shards of these parameters: gradients in, new values out."""
+
+    parameters: tuple[str, ...]
+    gradients: tuple[Buffer, ...]
+    targets: tuple[Buffer, ...]
+
+
+Instruction = Forward | Backward | Collective | Send | Receive | Wait | Sum | Accumulate | Seed | Free | Update
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BodyCall:
+    """One call of a body; `micro` is the time index, -1 outside the loop."""
+
+    body: str
+    micro: int = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredParameter:
+    """A parameter at its home stage: the layout between steps, and the one in which gradients and optimizer live."""
+
+    name: str
+    stage: int
+    sizes: tuple[int, ...]
+    layout: Layout
+    optimizer_layout: Layout
+    buffer: Buffer
+    gathers: tuple[Buffer, ...] = ()
+
+    @property
+    def updated(self) -> Buffer:
+        """Where the optimizer writes: the stored buffer itself, unless only a shard is updated."""
+        if self.layout == self.optimizer_layout:
+            return self.buffer
+        return Buffer(name=f"{self.name}:updated")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageProgram:
+    """The program of one role."""
+
+    mesh: Mesh
+    bodies: dict[str, tuple[Instruction, ...]]
+    calls: tuple[BodyCall, ...]
+    parameters: tuple[StoredParameter, ...]
+    loss: Buffer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """What every device does in one training step."""
+
+    plan_name: str
+    num_micro_batches: int
+    stages: tuple[StageProgram, ...]
+    runs: tuple[Run, ...]
+    combine: dict[str, Combine] = field(default_factory=dict)
+
+    def stage_of(self, device: int) -> int:
+        return next(i for i, stage in enumerate(self.stages) if device in stage.mesh.devices)
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        return tuple(device for stage in self.stages for device in stage.mesh.devices)
