@@ -1,0 +1,155 @@
+"""Collective programs and exchanges on `torch.distributed`.
+
+torch sorts the ranks of a group, and a layout's order is a tuple: the wire keeps one process group a set of ranks and permutes pieces
+into the order that the program gives. Reduce-scatter is an all-to-all and a local sum, because gloo's own is an all-reduce
+and a chunk, twice the bytes. A collective never writes into a tensor that a run produced: gloo's writes do not bump
+versions, and autograd would not notice.
+"""
+
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from planloom.collective import Step, local_sizes_after
+from planloom.layout import Box
+from planloom.program import Transfer
+
+Finish = Callable[[], Tensor]
+"""Waits for what was started, and returns the result."""
+
+
+class Wire:
+    """The process groups of a program, and its communication on them. `rank_of` maps devices to ranks."""
+
+    def __init__(self, device: int, *, timeout_seconds: float) -> None:
+        self.device = device
+        self.timeout = timedelta(seconds=timeout_seconds)
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+    def create_groups(self, groups: Iterable[tuple[int, ...]]) -> None:
+        """Create all groups, in one order on every rank; each set of ranks once."""
+        for ranks in sorted({tuple(sorted(group)) for group in groups}):
+            if len(ranks) > 1 and ranks not in self._groups:
+                self._groups[ranks] = dist.new_group(list(ranks), timeout=self.timeout)
+
+    def run_steps(self, steps: tuple[Step, ...], local: Tensor, sizes: tuple[int, ...]) -> Finish:
+        """Carry out a program on a local array with these factor sizes; the last collective may still be under way."""
+        array = local.reshape(sizes)
+        finish: Finish = lambda: array  # noqa: E731
+        for step in steps:
+            finish = self._start(step, finish(), sizes)
+            sizes = local_sizes_after(step, sizes)
+        return finish
+
+    def _start(self, step: Step, array: Tensor, sizes: tuple[int, ...]) -> Finish:
+        group = step.group_of(self.device)
+        position = group.index(self.device)
+        match step.kind:
+            case "slice":
+                part = array.chunk(len(group), step.into)[position]
+                return lambda: part
+            case "mask":
+                masked = array if position == 0 else torch.zeros_like(array)
+                return lambda: masked
+            case "all_reduce":
+                return self._all_reduce(step, array, group)
+            case "all_gather":
+                return self._all_gather(step, array, group)
+            case "reduce_scatter" | "all_to_all":
+                return self._all_to_all(step, array, group)
+
+    def _all_reduce(self, step: Step, array: Tensor, group: tuple[int, ...]) -> Finish:
+        result = array.clone(memory_format=torch.contiguous_format)
+        op = dist.ReduceOp.SUM if step.combine == "sum" else dist.ReduceOp.MAX
+        work = dist.all_reduce(result, op, group=self._group(group), async_op=True)
+        return _after(work, lambda: result)
+
+    def _all_gather(self, step: Step, array: Tensor, group: tuple[int, ...]) -> Finish:
+        array = array.contiguous()
+        pieces = [torch.empty_like(array) for _ in group]
+        work = dist.all_gather(pieces, array, group=self._group(group), async_op=True)
+        return _after(work, lambda: torch.cat(_from_sorted(pieces, group), step.along))
+
+    def _all_to_all(self, step: Step, array: Tensor, group: tuple[int, ...]) -> Finish:
+        """Piece p of every member goes to the member at position p; then a sum, or a concatenation."""
+        pieces = torch.stack(_to_sorted(list(array.chunk(len(group), step.into)), group))
+        received = torch.empty_like(pieces)
+        work = dist.all_to_all_single(received, pieces, group=self._group(group), async_op=True)
+        if step.kind == "reduce_scatter":
+            return _after(work, lambda: received.sum(0))
+        return _after(work, lambda: torch.cat(_from_sorted(list(received), group), step.along))
+
+    def _group(self, group: tuple[int, ...]) -> dist.ProcessGroup:
+        return self._groups[tuple(sorted(group))]
+
+    # -- exchanges between stages
+
+    def send(self, local: Tensor, sizes: tuple[int, ...], transfers: tuple[Transfer, ...], tag: int) -> Finish:
+        """Start all messages of this device; the result is the tensor itself."""
+        array, works = local.reshape(sizes), []
+        for transfer in transfers:
+            if transfer.source == self.device:
+                part = _narrow(array, transfer.source_box).contiguous()
+                works.append((dist.isend(part, transfer.target, tag=tag), part))
+
+        def finish() -> Tensor:
+            for work, _ in works:
+                _wait(work)
+            return local
+
+        return finish
+
+    def receive(
+        self, dtype: torch.dtype, sizes: tuple[int, ...], transfers: tuple[Transfer, ...], tag: int, at: torch.device
+    ) -> Finish:
+        """Start all messages to this device; the result is the array that they fill."""
+        result = torch.empty(sizes, dtype=dtype, device=at)
+        works = []
+        for transfer in transfers:
+            if transfer.target == self.device:
+                shape = [stop - start for start, stop in transfer.target_box]
+                part = torch.empty(shape, dtype=dtype, device=at)
+                works.append((dist.irecv(part, transfer.source, tag=tag), part, transfer.target_box))
+
+        def finish() -> Tensor:
+            for work, part, box in works:
+                _wait(work)
+                _narrow(result, box).copy_(part)
+            return result
+
+        return finish
+
+
+def _after(work: "dist.Work | None", result: Finish) -> Finish:
+    def finish() -> Tensor:
+        _wait(work)
+        return result()
+
+    return finish
+
+
+def _wait(work: "dist.Work | None") -> None:
+    assert work is not None
+    work.wait()
+
+
+def _from_sorted(pieces: list[Tensor], group: tuple[int, ...]) -> list[Tensor]:
+    """Pieces in the order of sorted ranks → in the order of the group."""
+    order = sorted(group)
+    return [pieces[order.index(rank)] for rank in group]
+
+
+def _to_sorted(pieces: list[Tensor], group: tuple[int, ...]) -> list[Tensor]:
+    """Pieces in the order of the group → in the order of sorted ranks."""
+    return [pieces[group.index(rank)] for rank in sorted(group)]
+
+
+def _narrow(array: Tensor, box: Box) -> Tensor:
+    for i, (start, stop) in enumerate(box):
+        array = array.narrow(i, start, stop - start)
+    return array
+
+

@@ -1,0 +1,5 @@
+"""`Program` × cost → `Timeline`."""
+
+from planloom.simulate.timeline import Event, Stream, Timeline
+
+__all__ = ["Event", "Stream", "Timeline"]

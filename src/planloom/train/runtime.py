@@ -1,0 +1,254 @@
+"""The runtime: the interpreter of a program on one device, with real tensors and real communication."""
+
+import time
+from collections.abc import Callable, Mapping
+from math import prod
+
+import torch
+from torch import Tensor
+
+from planloom.blocks import BlockGraph
+from planloom.execute import LocalRun, RunVjp, compute_given, local_slice
+from planloom.execute.wire import Finish, Wire
+from planloom.program import (
+    Accumulate,
+    Backward,
+    Buffer,
+    Collective,
+    Forward,
+    Free,
+    Instruction,
+    Program,
+    Receive,
+    Seed,
+    Send,
+    StoredParameter,
+    Sum,
+    Update,
+    Wait,
+)
+from planloom.simulate.timeline import Event, Stream
+
+Place = tuple[Buffer, int]
+OptimizerFactory = Callable[[list[Tensor]], torch.optim.Optimizer]
+
+
+class Runtime:
+    """One device's memory and its way through the program, step by step."""
+
+    def __init__(
+        self,
+        blocks: BlockGraph,
+        program: Program,
+        device: int,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        optimizer: OptimizerFactory,
+        wire: Wire,
+    ) -> None:
+        self.blocks, self.program, self.device, self.wire = blocks, program, device, wire
+        self.stage = program.stages[program.stage_of(device)]
+        self.at = next(iter(parameters.values())).device
+        self.coordinates = self.stage.mesh.coordinates(device)
+        self.buffers = dict(buffers)
+        self._memory: dict[Place, Tensor] = {}
+        self._saved: dict[tuple[int, int], RunVjp] = {}
+        self._in_flight: dict[Place, list[tuple[Finish, bool]]] = {}
+        self._stored = {stored.name: stored for stored in self.stage.parameters}
+        self._gathers = {buffer for stored in self.stage.parameters for buffer in stored.gathers}
+        self._gathered: dict[Buffer, Tensor] = {}
+        self._channels = _channel_tags(program)
+        self._local = {
+            run.index: LocalRun(blocks, run, self.coordinates, num_micro=program.num_micro_batches)
+            for run in program.runs
+            if device in program.stages[run.stage].mesh.devices
+        }
+        self.shards: dict[str, Tensor] = {}
+        for stored in self.stage.parameters:
+            self._store(stored, parameters[stored.name])
+        self.optimizer = optimizer(list(self.shards.values())) if self.shards else None
+        self.gradients: dict[str, Tensor] = {}
+        self.keep_gradients = False
+        self.events: list[Event] | None = None
+        wire.create_groups(_all_groups(program))
+
+    def _store(self, stored: StoredParameter, whole: Tensor) -> None:
+        factors = self.blocks.graph.tensors[stored.name].factors
+        held = local_slice(whole.detach(), factors, stored.layout.box(stored.sizes, self.coordinates)).clone()
+        self._memory[stored.buffer, -1] = held
+        shard = held.detach()  # the same memory: an update of the shard is an update of what is stored
+        if stored.layout != stored.optimizer_layout:
+            box = stored.optimizer_layout.box(stored.sizes, self.coordinates)
+            shard = local_slice(whole.detach(), factors, box).clone()
+        self.shards[stored.name] = shard.requires_grad_()
+
+    def step(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """One training step on the whole global batch; the loss, the same on every device."""
+        given = compute_given(self.blocks.graph, {**batch, **self.buffers}, self.at)
+        with torch.no_grad():
+            for call in self.stage.calls:
+                for instruction in self.stage.bodies[call.body]:
+                    self._timed(instruction, call.micro, given)
+        return self._memory.pop((self.stage.loss, -1))
+
+    def stored(self, name: str) -> Tensor:
+        """This device's piece of a parameter, in its stored layout."""
+        return self._memory[self._stored[name].buffer, -1].detach()
+
+    def _timed(self, instruction: Instruction, micro: int, given: Mapping[str, Tensor]) -> None:
+        if self.events is None:
+            self._carry_out(instruction, micro, given)
+            return
+        start = time.perf_counter()
+        self._carry_out(instruction, micro, given)
+        self.events.append(
+            Event(
+                device=self.device,
+                stream=_stream(instruction),
+                name=type(instruction).__name__,
+                micro=micro,
+                start_seconds=start,
+                stop_seconds=time.perf_counter(),
+            )
+        )
+
+    def _place(self, buffer: Buffer, micro: int) -> Place:
+        return (buffer, micro if buffer.indexed else -1)
+
+    def _get(self, buffer: Buffer, micro: int) -> Tensor:
+        return self._memory[self._place(buffer, micro)]
+
+    def _carry_out(self, instruction: Instruction, micro: int, given: Mapping[str, Tensor]) -> None:
+        match instruction:
+            case Forward(run=run, inputs=inputs, outputs=outputs):
+                vjp = RunVjp(self._local[run], [self._get(b, micro) for b in inputs], given, micro)
+                self._saved[run, micro] = vjp
+                for buffer, value in zip(outputs, vjp.take_outputs(), strict=True):
+                    self._memory[self._place(buffer, micro)] = value
+            case Backward(run=run, cotangents=cotangents, outputs=outputs):
+                vjp = self._saved.pop((run, micro))
+                values = vjp.backward([None if b is None else self._get(b, micro) for b in cotangents])
+                for buffer, value in zip(outputs, values, strict=True):
+                    if buffer is not None and value is not None:
+                        self._memory[self._place(buffer, micro)] = value
+            case Collective(source=source, target=target, steps=steps, sizes=sizes):
+                finish = self.wire.run_steps(steps, self._get(source, micro), sizes)
+                self._start(target, micro, _shaped(finish, self._factors(instruction.tensor)), delivers=True)
+            case Send(source=source, transfers=transfers, sizes=sizes, channel=channel):
+                tag = self._tag(channel, micro)
+                self._start(source, micro, self.wire.send(self._get(source, micro), sizes, transfers, tag))
+            case Receive(target=target, transfers=transfers, sizes=sizes, channel=channel):
+                dtype = getattr(torch, self.blocks.graph.tensors[instruction.tensor].dtype)
+                finish = self.wire.receive(dtype, sizes, transfers, self._tag(channel, micro), self.at)
+                self._start(target, micro, _shaped(finish, self._factors(instruction.tensor)), delivers=True)
+            case Wait():
+                self._wait(instruction, micro)
+            case Sum(target=target, sources=sources):
+                total = self._get(sources[0], micro).clone()
+                for source in sources[1:]:
+                    total += self._get(source, micro)
+                self._memory[self._place(target, micro)] = total
+            case Accumulate(target=target, source=source):
+                place, value = self._place(target, micro), self._get(source, micro)
+                if place in self._memory:
+                    self._memory[place] += value
+                else:
+                    self._memory[place] = value.clone()
+            case Seed(target=target, tensor=tensor):
+                dtype = getattr(torch, self.blocks.graph.tensors[tensor].dtype)
+                self._memory[self._place(target, micro)] = torch.ones((), dtype=dtype, device=self.at)
+            case Free(buffer=buffer):
+                self._free(buffer, micro)
+            case Update():
+                self._update(instruction)
+
+    def _factors(self, tensor: str) -> tuple[tuple[int, ...], ...]:
+        return self.blocks.graph.tensors[tensor].factors
+
+    def _tag(self, channel: str, micro: int) -> int:
+        return self._channels[channel] * (self.program.num_micro_batches + 1) + micro + 1
+
+    def _start(self, buffer: Buffer, micro: int, finish: Finish, *, delivers: bool = False) -> None:
+        self._in_flight.setdefault(self._place(buffer, micro), []).append((finish, delivers))
+
+    def _wait(self, wait: Wait, micro: int) -> None:
+        places = [self._place(wait.buffer, micro - wait.lag)]
+        if wait.every:
+            places = [place for place in self._in_flight if place[0] == wait.buffer]
+        for place in places:
+            for finish, delivers in self._in_flight.pop(place, ()):
+                result = finish()
+                if delivers:
+                    self._deliver(place, result)
+            if wait.free:
+                self._memory.pop(place, None)
+
+    def _deliver(self, place: Place, result: Tensor) -> None:
+        """A parameter keeps its storage: autograd's saved views must see what is gathered again."""
+        buffer = place[0]
+        if buffer in self._gathers:
+            held = self._gathered.setdefault(buffer, torch.empty_like(result))
+            held.untyped_storage().resize_(result.numel() * result.element_size())
+            held.data.copy_(result)
+            self._memory[place] = held
+        elif buffer.name in self._stored:
+            self._memory[place].data.copy_(result)
+        else:
+            self._memory[place] = result
+
+    def _free(self, buffer: Buffer, micro: int) -> None:
+        tensor = self._memory.pop(self._place(buffer, micro))
+        if buffer in self._gathers:
+            tensor.untyped_storage().resize_(0)
+
+    def _update(self, update: Update) -> None:
+        for name, gradient in zip(update.parameters, update.gradients, strict=True):
+            shard = self.shards[name]
+            shard.grad = self._get(gradient, -1).reshape(shard.shape)
+            if self.keep_gradients:
+                self.gradients[name] = shard.grad.clone()
+        if self.optimizer is not None:
+            self.optimizer.step()
+        for name, target in zip(update.parameters, update.targets, strict=True):
+            self.shards[name].grad = None
+            if target != self._stored[name].buffer:
+                self._memory[target, -1] = self.shards[name].detach()
+
+
+def _shaped(finish: Finish, factors: tuple[tuple[int, ...], ...]) -> Finish:
+    """The result with the tensor's own dims instead of one dim a factor."""
+
+    def shaped() -> Tensor:
+        array = finish()
+        lengths = iter(array.shape)
+        return array.reshape([prod(next(lengths) for _ in dim) for dim in factors])
+
+    return shaped
+
+
+def _channel_tags(program: Program) -> dict[str, int]:
+    channels = {
+        instruction.channel
+        for stage in program.stages
+        for body in stage.bodies.values()
+        for instruction in body
+        if isinstance(instruction, Send)
+    }
+    return {channel: i for i, channel in enumerate(sorted(channels))}
+
+
+def _all_groups(program: Program) -> list[tuple[int, ...]]:
+    return [
+        group
+        for stage in program.stages
+        for body in stage.bodies.values()
+        for instruction in body
+        if isinstance(instruction, Collective)
+        for step in instruction.steps
+        if not step.is_local
+        for group in step.groups
+    ]
+
+
+def _stream(instruction: Instruction) -> Stream:
+    return "compute" if isinstance(instruction, Forward | Backward | Sum | Accumulate | Update) else "communication"

@@ -1,0 +1,175 @@
+"""`parallelize(model, plan, optimizer=…).step(batch)`: the public API of training."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from planloom.blocks import BlockGraph, find_blocks
+from planloom.capture import Batch, batch_spec, capture_from_spec
+from planloom.collective import change_layout
+from planloom.errors import TrainingError
+from planloom.execute.wire import Wire
+from planloom.layout import Layout
+from planloom.plan import Plan, require_model
+from planloom.program import Proof, build_program, verify_program
+from planloom.simulate import Event, Timeline
+from planloom.train.runtime import OptimizerFactory, Runtime
+from planloom.train.watch import Watch, start_watch
+
+DEFAULT_TIMEOUT_SECONDS = 600.0
+Result = TypeVar("Result")
+
+
+class Trainer:
+    """A model in training under a plan: `step` trains, `parameters` gives whole parameters back."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: BlockGraph,
+        plan: Plan,
+        optimizer: OptimizerFactory,
+        *,
+        timeout_seconds: float,
+        watch: Watch | None,
+    ) -> None:
+        self.plan, self.blocks, self._watch = plan, blocks, watch
+        self.rank = dist.get_rank()
+        self._spec = plan.batch
+        self.program = build_program(blocks, plan)
+        self.proof: Proof = verify_program(blocks, self.program)
+        named, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+        self._wire = Wire(self.rank, timeout_seconds=timeout_seconds)
+        known = {name: named[name] for name in blocks.graph.parameters}
+        fixed = {name: (buffers | named)[name].detach() for name in blocks.graph.buffers}
+        self.runtime = self._communicating(
+            lambda: Runtime(blocks, self.program, self.rank, known, fixed, optimizer, self._wire)
+        )
+        self._gather_groups()
+
+    def step(self, batch: Batch) -> float:
+        """One step on the whole global batch; the loss, the same on every rank."""
+        self._require_batch(batch)
+        at = self.runtime.at
+        moved = {name: batch[name].to(at) for name in self._spec}
+        return float(self._communicating(lambda: self.runtime.step(moved)))
+
+    def timed_step(self, batch: Batch) -> tuple[float, Timeline]:
+        """One step, with what happened when on this rank."""
+        self.runtime.events = []
+        loss = self.step(batch)
+        events, self.runtime.events = self.runtime.events, None
+        start = min(event.start_seconds for event in events)
+        return loss, Timeline(events=tuple(_shift(event, start) for event in events))
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Every parameter whole, by name, on the ranks of its home stage."""
+        return self._whole(lambda name: self.runtime.stored(name), lambda stored: stored.layout)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients of the last step, whole, on the ranks of their home stage; see `keep_gradients`."""
+        kept = self.runtime.gradients
+        return self._whole(lambda name: kept[name], lambda stored: stored.optimizer_layout)
+
+    def keep_gradients(self) -> None:
+        """Keep each step's gradients for `gradients`."""
+        self.runtime.keep_gradients = True
+
+    def close(self) -> None:
+        """Say goodbye to the other ranks."""
+        if self._watch is not None:
+            self._watch.stop()
+
+    def _whole(self, piece: Callable[[str], Tensor], layout: Callable[..., Layout]) -> dict[str, Tensor]:
+        result = {}
+        for stored in self.runtime.stage.parameters:
+            before = layout(stored)
+            steps = change_layout(before, Layout.replicated(len(stored.sizes)), self.runtime.stage.mesh, stored.sizes)
+            local, sizes = piece(stored.name), before.local_sizes(stored.sizes)
+            whole = self._communicating(lambda: self._wire.run_steps(steps, local, sizes)())  # noqa: B023
+            result[stored.name] = whole.reshape(self.blocks.graph.tensors[stored.name].shape).clone()
+        return result
+
+    def _gather_groups(self) -> None:
+        """Groups that only `parameters` and `gradients` use, created on every rank alike."""
+        groups = []
+        for stage in self.program.stages:
+            for stored in stage.parameters:
+                for layout in (stored.layout, stored.optimizer_layout):
+                    whole = Layout.replicated(len(stored.sizes))
+                    for step in change_layout(layout, whole, stage.mesh, stored.sizes):
+                        groups += [] if step.is_local else list(step.groups)
+        self._communicating(lambda: self._wire.create_groups(groups))
+
+    def _require_batch(self, batch: Batch) -> None:
+        given = batch_spec({name: batch[name] for name in batch})
+        if given != self._spec:
+            raise TrainingError(
+                "the batch has another shape than the plan was made for",
+                given=str(given),
+                required=str(self._spec),
+                todo="pad or cut the batch, or plan again for this shape",
+            )
+
+    def _communicating(self, function: Callable[[], Result]) -> Result:
+        """Run what communicates; if a peer is gone, say which."""
+        try:
+            return function()
+        except (RuntimeError, dist.DistError) as error:
+            if self._watch is None or isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise self._watch.explain(error) from error
+
+
+def _shift(event: Event, start: float) -> Event:
+    return replace(event, start_seconds=event.start_seconds - start, stop_seconds=event.stop_seconds - start)
+
+
+def parallelize(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    optimizer: OptimizerFactory = functools.partial(torch.optim.AdamW, lr=1e-3),
+    blocks: BlockGraph | None = None,
+    loss: Callable[[object], Tensor] | None = None,
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    watch: Watch | None = None,
+) -> Trainer:
+    """Prepare this process, started by `torchrun`, to train `model` as `plan` says.
+
+    `optimizer` makes a `torch.optim` optimizer from a list of tensors. Every rank holds the same model and passes the
+    same global batch to `step`. `blocks` saves the capture where the caller has them already, `watch` the start of a
+    watch. A plan for another model, or for another number of ranks, is refused before anything is sent.
+    """
+    if not dist.is_initialized():
+        dist.init_process_group(_backend(model), timeout=timedelta(seconds=timeout_seconds))
+    _require_world(plan)
+    if blocks is None:
+        blocks = find_blocks(capture_from_spec(model, plan.batch, loss=loss))
+    require_model(plan, blocks.graph)
+    if watch is None:
+        watch = start_watch()
+    return Trainer(model, blocks, plan, optimizer, timeout_seconds=timeout_seconds, watch=watch)
+
+
+def _backend(model: nn.Module) -> str:
+    on_gpu = any(p.device.type == "cuda" for p in model.parameters())
+    return "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+
+
+def _require_world(plan: Plan) -> None:
+    world, needed = dist.get_world_size(), len(plan.devices)
+    if sorted(plan.devices) != list(range(needed)) or world != needed:
+        more = "more" if world > needed else "fewer"
+        raise TrainingError(
+            f"{more} ranks than devices in the plan" if world != needed else "the plan's devices are not 0 … n−1",
+            given=f"{world} ranks for plan {plan.name!r} on devices {plan.devices}",
+            required=f"{needed} ranks, one for each device",
+            todo=f"start with torchrun --nproc-per-node {needed}, or plan for {world} devices",
+        )

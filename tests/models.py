@@ -1,0 +1,76 @@
+"""The two models of the tests, built alike in every process: values depend on the name and dtype alone."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from examples.models.gpt import tiny
+
+
+def gpt() -> tuple[nn.Module, dict[str, Tensor]]:
+    return tiny()
+
+
+def llama() -> tuple[nn.Module, dict[str, Tensor]]:
+    """An unchanged Hugging Face Llama with grouped queries; some labels are left out, unevenly."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        vocab_size=128,
+        max_position_embeddings=64,
+        use_cache=False,
+    )
+    tokens = torch.randint(128, (8, 16), generator=torch.Generator().manual_seed(0))
+    labels = tokens.clone()
+    labels[0, 3:] = -100
+    labels[5, :9] = -100
+    return LlamaForCausalLM(config), {"input_ids": tokens, "labels": labels}
+
+
+MODELS = {"gpt": gpt, "llama": llama}
+
+
+def build(name: str, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A model with random parameters (biases and norms too) that are the same in every process."""
+    torch.manual_seed(7)
+    model, batch = MODELS[name]()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    return model.to(dtype), batch
+
+
+class _Lift(TorchFunctionMode):
+    """The model's own casts to float32 become casts to float64."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        kwargs = dict(kwargs or {})
+        if function is torch.Tensor.float:
+            function = torch.Tensor.double
+        args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+        if kwargs.get("dtype") is torch.float32:
+            kwargs["dtype"] = torch.float64
+        return function(*args, **kwargs)
+
+
+@contextmanager
+def lifted(dtype: torch.dtype) -> Iterator[None]:
+    """In float64, lift casts to float32; in float32 do nothing."""
+    if dtype == torch.float64:
+        with _Lift():
+            yield
+    else:
+        yield
+
+
+def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    output = model(**batch)
+    return getattr(output, "loss", output)
