@@ -1,10 +1,21 @@
 """An independent oracle: a program run on concrete tensors, all devices in one process, collectives by definition.
 
 It shares nothing with the verifier and nothing with the wire; only the local functions of runs are the runtime's own. A
-program means what this computes. Programs that read what is not there, or that cannot go on, raise `Broken`.
+program means what this computes, in the worst of the orders that the program allows:
+
+- communication reads its source as late as it may, when it is awaited; what was freed or overwritten by then is NaN;
+- a receive is awaited only when no other stage can go on, and a send ends only when its receive has started (rendezvous);
+- what arrives cannot be read before its wait;
+- messages from one device to another on one channel meet in their order, first in, first out;
+- a parameter that is gathered for each use has one storage: what a run saved for its backward is NaN while it is freed.
+
+Programs that read what is not there, or that cannot go on, raise `Broken`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +23,7 @@ from torch import Tensor
 from planloom.blocks import BlockGraph
 from planloom.collective import Step
 from planloom.execute import LocalRun, RunVjp, compute_given, local_slice
+from planloom.layout import Box
 from planloom.program import (
     Accumulate,
     Backward,
@@ -19,200 +31,380 @@ from planloom.program import (
     Collective,
     Forward,
     Free,
+    Instruction,
     Program,
     Receive,
     Seed,
     Send,
     Sum,
+    Transfer,
     Update,
     Wait,
 )
+
+Place = tuple[Buffer, int]
+LocalRuns = dict[tuple[int, int], LocalRun]
+Result = TypeVar("Result")
 
 
 class Broken(Exception):
     """The program cannot be carried out."""
 
 
-Place = tuple[Buffer, int]
+@dataclass(eq=False, slots=True)
+class _Cell:
+    """What a buffer holds; communication in flight holds the cell, and sees it spoilt."""
+
+    tensor: Tensor
+    is_spoilt: bool = False
+
+    def read(self) -> Tensor:
+        return torch.full_like(self.tensor, float("nan")) if self.is_spoilt else self.tensor
+
+
+@dataclass(eq=False, slots=True)
+class _Reduction:
+    """A collective program under way on all devices of a stage."""
+
+    instruction: Collective
+    sources: dict[int, _Cell]
+    results: dict[int, Tensor] | None = None
+
+
+@dataclass(eq=False, slots=True)
+class _Exchange:
+    """The halves of an exchange on one channel for one micro-batch, as far as they have started."""
+
+    send: Send | None = None
+    receive: Receive | None = None
+    sources: dict[int, _Cell] = field(default_factory=dict)
+
+
+_InFlight = tuple[Literal["collective", "send", "receive"], "_Reduction | _Exchange"]
 
 
 class Emulation:
-    """One training step of a program: `run` returns losses and new parameters of every device."""
+    """Training steps of a program with plain SGD on every device; `results` is what the last one computed.
+
+    Emulations of programs with the same runs on the same meshes may share prepared runs: `local_runs`.
+    """
 
     def __init__(
-        self, blocks: BlockGraph, program: Program, whole: dict[str, Tensor], buffers: dict[str, Tensor], lr: float
+        self,
+        blocks: BlockGraph,
+        program: Program,
+        whole: dict[str, Tensor],
+        buffers: dict[str, Tensor],
+        lr: float,
+        local_runs: LocalRuns | None = None,
     ) -> None:
-        self.blocks, self.program, self.lr = blocks, program, lr
-        self.buffers = buffers
-        self.memory: dict[int, dict[Place, Tensor]] = {device: {} for device in program.devices}
-        self.saved: dict[int, dict[tuple[int, int], RunVjp]] = {device: {} for device in program.devices}
-        self.mail: dict[tuple[str, int, int, int, int], Tensor] = {}
-        self.received: dict[tuple[int, Place], tuple[Receive, int]] = {}
-        self.gradients: dict[int, dict[str, Tensor]] = {device: {} for device in program.devices}
-        self.shards: dict[int, dict[str, Tensor]] = {device: {} for device in program.devices}
-        self.local: dict[tuple[int, int], LocalRun] = {}
+        self.blocks, self.program, self.buffers, self.lr = blocks, program, buffers, lr
+        self._local_runs = {} if local_runs is None else local_runs
+        self._memory: dict[int, dict[Place, _Cell]] = {device: {} for device in program.devices}
+        self._saved: dict[tuple[int, int, int], RunVjp] = {}
+        self._in_flight: dict[tuple[int, Place], list[_InFlight]] = {}
+        self._exchanges: dict[tuple[str, int], _Exchange] = {}
+        self._gradients: dict[int, dict[str, Tensor]] = {device: {} for device in program.devices}
+        self._shards: dict[int, dict[str, Tensor]] = {device: {} for device in program.devices}
+        self._gathers = {b for stage in program.stages for p in stage.parameters for b in p.gathers}
+        self._gathered: dict[tuple[int, Buffer], Tensor] = {}
         for stage in program.stages:
             for device in stage.mesh.devices:
                 for stored in stage.parameters:
-                    factors = blocks.graph.tensors[stored.name].factors
-                    at = stage.mesh.coordinates(device)
-                    box = stored.layout.box(stored.sizes, at)
-                    self.memory[device][stored.buffer, -1] = local_slice(whole[stored.name], factors, box).clone()
+                    factors, at = blocks.graph.tensors[stored.name].factors, stage.mesh.coordinates(device)
+                    held = local_slice(whole[stored.name], factors, stored.layout.box(stored.sizes, at))
+                    self._memory[device][stored.buffer, -1] = _Cell(held.clone())
                     shard = local_slice(whole[stored.name], factors, stored.optimizer_layout.box(stored.sizes, at))
-                    self.shards[device][stored.name] = shard.clone()
+                    self._shards[device][stored.name] = shard.clone()
+
+    # -- a step and what it computed
 
     def run(self, batch: dict[str, Tensor]) -> None:
-        self.given = compute_given(self.blocks.graph, {**batch, **self.buffers}, torch.device("cpu"))
-        counters = dict.fromkeys(range(len(self.program.stages)), 0)
+        """One step on the global batch."""
+        self._given = compute_given(self.blocks.graph, {**batch, **self.buffers}, torch.device("cpu"))
+        self._exchanges.clear()
         scripts = [
             [(i, call.micro) for call in stage.calls for i in stage.bodies[call.body]] for stage in self.program.stages
         ]
-        while any(counters[s] < len(script) for s, script in enumerate(scripts)):
-            moved = False
-            for s, script in enumerate(scripts):
-                while counters[s] < len(script) and self._step(s, *script[counters[s]]):
-                    counters[s] += 1
-                    moved = True
-            if not moved:
+        at = [0] * len(scripts)
+        while any(position < len(script) for position, script in zip(at, scripts, strict=True)):
+            if not (self._go_on(scripts, at, arrivals=False) or self._go_on(scripts, at, arrivals=True)):
                 raise Broken("deadlock")
+        if self._in_flight:
+            raise Broken("something is never awaited")
 
-    def _step(self, s: int, instruction: object, micro: int) -> bool:
-        """Carry out one instruction on all devices of a stage; False if it must wait."""
+    def results(self) -> dict[tuple[str, int, str], Tensor]:
+        """(loss | gradient | parameter, device, parameter's name) → the device's piece; what is not there is left out."""
+        found = {}
+        for stage in self.program.stages:
+            for device in stage.mesh.devices:
+                if (stage.loss, -1) in self._memory[device]:
+                    found["loss", device, ""] = self._memory[device][stage.loss, -1].tensor
+                for name, gradient in self._gradients[device].items():
+                    found["gradient", device, name] = gradient
+                for stored in stage.parameters:
+                    if (stored.buffer, -1) in self._memory[device]:
+                        found["parameter", device, stored.name] = self._memory[device][stored.buffer, -1].tensor
+        return found
+
+    # -- the schedule
+
+    def _go_on(self, scripts: list[list[tuple[Instruction, int]]], at: list[int], *, arrivals: bool) -> bool:
+        """Every stage as far as it comes without awaiting a receive; with `arrivals`, one such wait of one stage."""
+        moved = False
+        for s, script in enumerate(scripts):
+            while at[s] < len(script) and self._may_step(s, *script[at[s]], arrivals=arrivals):
+                self._step(s, *script[at[s]])
+                at[s] += 1
+                moved = True
+                if arrivals:
+                    return True
+        return moved
+
+    def _may_step(self, s: int, instruction: Instruction, micro: int, *, arrivals: bool) -> bool:
+        if not isinstance(instruction, Wait):
+            return not arrivals
+        awaited = [item for _, _, item in self._awaited(s, instruction, micro)]
+        if any(kind == "receive" for kind, _ in awaited) != arrivals:
+            return False
+        exchanges = [work for _, work in awaited if isinstance(work, _Exchange)]
+        return all(work.send is not None and work.receive is not None for work in exchanges)
+
+    def _awaited(self, s: int, wait: Wait, micro: int) -> Iterator[tuple[int, Place, _InFlight]]:
+        for device in self.program.stages[s].mesh.devices:
+            for place in self._places(device, wait, micro):
+                for item in self._in_flight.get((device, place), ()):
+                    yield device, place, item
+
+    def _places(self, device: int, wait: Wait, micro: int) -> list[Place]:
+        if wait.every:
+            return [place for d, place in self._in_flight if d == device and place[0] == wait.buffer]
+        return [self._place(wait.buffer, micro - wait.lag)]
+
+    def _step(self, s: int, instruction: Instruction, micro: int) -> None:
         devices = self.program.stages[s].mesh.devices
-        if isinstance(instruction, Collective):
-            self._collective(devices, instruction, micro)
-            return True
-        if isinstance(instruction, Wait):
-            return all([self._wait(device, instruction, micro) for device in devices])
-        for device in devices:
-            self._local(device, s, instruction, micro)
-        return True
+        match instruction:
+            case Collective():
+                self._start_collective(devices, instruction, micro)
+            case Send():
+                self._start_send(devices, instruction, micro)
+            case Receive():
+                self._start_receive(devices, instruction, micro)
+            case Wait():
+                self._wait(s, instruction, micro)
+            case _:
+                for device in devices:
+                    self._local(device, s, instruction, micro)
+
+    # -- memory
 
     def _place(self, buffer: Buffer, micro: int) -> Place:
         return (buffer, micro if buffer.indexed else -1)
 
-    def _get(self, device: int, buffer: Buffer, micro: int) -> Tensor:
+    def _cell(self, device: int, buffer: Buffer, micro: int) -> _Cell:
         place = self._place(buffer, micro)
-        if place not in self.memory[device]:
+        if any(kind != "send" for kind, _ in self._in_flight.get((device, place), ())):
+            raise Broken(f"{buffer} is read on {device} before it arrived")
+        if place not in self._memory[device]:
             raise Broken(f"{buffer} is not there on {device}")
-        return self.memory[device][place]
+        return self._memory[device][place]
 
-    def _set(self, device: int, buffer: Buffer, micro: int, value: Tensor) -> None:
-        self.memory[device][self._place(buffer, micro)] = value
+    def _get(self, device: int, buffer: Buffer, micro: int) -> Tensor:
+        return self._cell(device, buffer, micro).tensor
 
-    def _local(self, device: int, s: int, instruction: object, micro: int) -> None:
-        get: Callable[[Buffer], Tensor] = lambda buffer: self._get(device, buffer, micro)  # noqa: E731
+    def _set(self, device: int, place: Place, value: Tensor) -> None:
+        """A new value; whoever still reads the old one in flight finds it spoilt."""
+        buffer = place[0]
+        if place in self._memory[device]:
+            self._memory[device][place].is_spoilt = True
+        if buffer in self._gathers:
+            held = self._gathered.setdefault((device, buffer), torch.empty_like(value))
+            if held.shape != value.shape:
+                raise Broken(f"{buffer} is gathered in two sizes")
+            held.data.copy_(value)  # `.data`: what a run saved sees the values, not a change of version
+            value = held
+        self._memory[device][place] = _Cell(value)
+
+    def _forget(self, device: int, place: Place) -> None:
+        cell = self._memory[device].pop(place)
+        cell.is_spoilt = True
+        if place[0] in self._gathers:
+            cell.tensor.data.fill_(float("nan"))
+
+    # -- what a device does alone
+
+    def _local(self, device: int, s: int, instruction: Instruction, micro: int) -> None:
+        def get(buffer: Buffer) -> Tensor:
+            return self._get(device, buffer, micro)
+
+        def put(buffer: Buffer, value: Tensor) -> None:
+            self._set(device, self._place(buffer, micro), value)
+
         match instruction:
             case Forward(run=run, inputs=inputs, outputs=outputs):
-                if (device, run) not in self.local:
-                    mesh = self.program.stages[s].mesh
-                    self.local[device, run] = LocalRun(
-                        self.blocks,
-                        self.program.runs[run],
-                        mesh.coordinates(device),
-                        num_micro=self.program.num_micro_batches,
-                    )
-                vjp = self._checked(lambda: RunVjp(self.local[device, run], [get(b) for b in inputs], self.given, micro))
-                self.saved[device][run, micro] = vjp
+                local, values = self._local_run(s, device, run), [get(buffer) for buffer in inputs]
+                vjp = _checked(lambda: RunVjp(local, values, self._given, micro))
+                self._saved[device, run, micro] = vjp
                 for buffer, value in zip(outputs, vjp.take_outputs(), strict=True):
-                    self._set(device, buffer, micro, value)
+                    put(buffer, value)
             case Backward(run=run, cotangents=cotangents, outputs=outputs):
-                vjp = self.saved[device].pop((run, micro))
-                values = self._checked(lambda: vjp.backward([None if b is None else get(b) for b in cotangents]))
-                for buffer, value in zip(outputs, values, strict=True):
+                if (device, run, micro) not in self._saved:
+                    raise Broken(f"run {run} has nothing saved on {device}")
+                vjp, given = self._saved.pop((device, run, micro)), [None if b is None else get(b) for b in cotangents]
+                for buffer, value in zip(outputs, _checked(lambda: vjp.backward(given)), strict=True):
                     if buffer is not None:
-                        self._set(device, buffer, micro, value)
-            case Seed(target=target):
-                loss = self.blocks.graph.tensors[self.blocks.graph.loss]
-                self._set(device, target, micro, torch.ones((), dtype=getattr(torch, loss.dtype)))
+                        assert value is not None
+                        put(buffer, value)
+            case Seed(target=target, tensor=tensor):
+                put(target, torch.ones((), dtype=getattr(torch, self.blocks.graph.tensors[tensor].dtype)))
             case Sum(target=target, sources=sources):
-                total = self._checked(lambda: torch.stack([get(b) for b in sources]).sum(0))
-                self._set(device, target, micro, total)
+                total = get(sources[0])
+                for source in sources[1:]:
+                    total = _add(total, get(source))
+                put(target, total)
             case Accumulate(target=target, source=source):
-                place = self._place(target, micro)
-                old = self.memory[device].get(place)
-                new = get(source) if old is None else self._checked(lambda: old + get(source))
-                self.memory[device][place] = new
+                old = self._memory[device].get(self._place(target, micro))
+                put(target, get(source) if old is None else _add(old.tensor, get(source)))
             case Free(buffer=buffer):
                 get(buffer)
-                del self.memory[device][self._place(buffer, micro)]
-            case Send(channel=channel, source=source, transfers=transfers, sizes=sizes):
-                for i, t in enumerate(transfers):
-                    if t.source == device:
-                        part = self._checked(lambda: get(source).reshape(sizes))
-                        for dim, (start, stop) in enumerate(t.source_box):
-                            part = part.narrow(dim, start, stop - start)
-                        self.mail[channel, micro, i, t.source, t.target] = part.clone()
-            case Receive(target=target):
-                self.received[device, self._place(target, micro)] = (instruction, micro)
+                self._forget(device, self._place(buffer, micro))
             case Update(parameters=parameters, gradients=gradients, targets=targets):
                 for name, gradient, target in zip(parameters, gradients, targets, strict=True):
-                    self.gradients[device][name] = get(gradient)
-                    shard = self.shards[device][name]
-                    shard = self._checked(lambda: shard - self.lr * get(gradient).reshape(shard.shape))  # noqa: B023
-                    self.shards[device][name] = shard
-                    self._set(device, target, micro, shard)
+                    shard, value = self._shards[device][name], get(gradient)
+                    if value.shape != shard.shape:
+                        raise Broken(f"the gradient of {name} is of shape {list(value.shape)}, not {list(shard.shape)}")
+                    self._gradients[device][name] = value
+                    self._shards[device][name] = shard - self.lr * value
+                    put(target, self._shards[device][name])
             case _:
                 raise AssertionError(instruction)
 
-    def _checked(self, function: Callable[[], object]) -> object:
-        try:
-            return function()
-        except RuntimeError as error:
-            raise Broken(str(error)) from error
+    def _local_run(self, s: int, device: int, run: int) -> LocalRun:
+        if (device, run) not in self._local_runs:
+            at, num_micro = self.program.stages[s].mesh.coordinates(device), self.program.num_micro_batches
+            self._local_runs[device, run] = LocalRun(self.blocks, self.program.runs[run], at, num_micro=num_micro)
+        return self._local_runs[device, run]
 
-    def _wait(self, device: int, wait: Wait, micro: int) -> bool:
-        place = self._place(wait.buffer, micro)
-        if place in self.received.keys() and False:
-            return True
-        key = (device, place)
-        if key in self.received:
-            receive, at = self.received[key]
-            tensor = self.blocks.graph.tensors[receive.tensor]
-            result = torch.full(receive.sizes, float("nan"), dtype=getattr(torch, tensor.dtype))
-            for i, t in enumerate(receive.transfers):
-                if t.target == device:
-                    mail = (receive.channel, at, i, t.source, t.target)
-                    if mail not in self.mail:
-                        return False
-                    part = result
-                    for dim, (start, stop) in enumerate(t.target_box):
-                        part = part.narrow(dim, start, stop - start)
-                    self._checked(lambda: part.copy_(self.mail[mail]))  # noqa: B023
-            del self.received[key]
-            self._set(device, receive.target, at, result.reshape(_local_shape(tensor.factors, receive.sizes)))
-        if wait.free:
-            for other in [p for p in self.memory[device] if p[0] == wait.buffer]:
-                if wait.every or other[1] == (micro - wait.lag if wait.buffer.indexed else -1):
-                    del self.memory[device][other]
-        return True
+    # -- communication
 
-    def _collective(self, devices: tuple[int, ...], instruction: Collective, micro: int) -> None:
-        tensor = self.blocks.graph.tensors[instruction.tensor]
-        sizes = instruction.sizes
-        arrays = {d: self._checked(lambda d=d: self._get(d, instruction.source, micro).reshape(sizes)) for d in devices}
-        for step in instruction.steps:
-            arrays = self._checked(lambda step=step: _apply(step, arrays))
-        for device, array in arrays.items():
-            shape = _local_shape(tensor.factors, tuple(array.shape))
-            self._set(device, instruction.target, micro, array.reshape(shape).clone())
+    def _start(self, device: int, place: Place, item: _InFlight) -> None:
+        self._in_flight.setdefault((device, place), []).append(item)
+
+    def _start_collective(self, devices: Sequence[int], collective: Collective, micro: int) -> None:
+        reduction = _Reduction(collective, {d: self._cell(d, collective.source, micro) for d in devices})
+        for device in devices:
+            self._start(device, self._place(collective.target, micro), ("collective", reduction))
+
+    def _start_send(self, devices: Sequence[int], send: Send, micro: int) -> None:
+        exchange = self._exchanges.setdefault((send.channel, micro), _Exchange())
+        if exchange.send is not None:
+            raise Broken(f"{send.channel} is sent twice")
+        exchange.send = send
+        for device in devices:
+            exchange.sources[device] = self._cell(device, send.source, micro)
+            self._start(device, self._place(send.source, micro), ("send", exchange))
+
+    def _start_receive(self, devices: Sequence[int], receive: Receive, micro: int) -> None:
+        exchange = self._exchanges.setdefault((receive.channel, micro), _Exchange())
+        if exchange.receive is not None:
+            raise Broken(f"{receive.channel} is received twice")
+        exchange.receive = receive
+        for device in devices:
+            self._start(device, self._place(receive.target, micro), ("receive", exchange))
+
+    def _wait(self, s: int, wait: Wait, micro: int) -> None:
+        for device in self.program.stages[s].mesh.devices:
+            for place in self._places(device, wait, micro):
+                for kind, work in self._in_flight.pop((device, place), ()):
+                    if isinstance(work, _Reduction):
+                        self._set(device, place, self._reduced(work)[device])
+                    elif kind == "send":
+                        self._end_send(device, work)
+                    else:
+                        self._set(device, place, self._received(device, work))
+                if wait.free and place in self._memory[device]:
+                    self._forget(device, place)
+
+    def _reduced(self, work: _Reduction) -> dict[int, Tensor]:
+        if work.results is None:
+            collective, factors = work.instruction, self.blocks.graph.tensors[work.instruction.tensor].factors
+            cells = work.sources
+            arrays = {d: _checked(lambda d=d: cells[d].read().reshape(collective.sizes)) for d in cells}
+            for step in collective.steps:
+                arrays = _checked(lambda step=step: _apply(step, arrays))
+            work.results = {d: array.reshape(_shape(factors, array.shape)).clone() for d, array in arrays.items()}
+        return work.results
+
+    def _end_send(self, device: int, exchange: _Exchange) -> None:
+        """The send has ended: every message has met its receive, and its elements are on their way."""
+        send, receive = exchange.send, exchange.receive
+        assert send is not None
+        assert receive is not None
+        for target in {t.target for t in send.transfers if t.source == device}:
+            if len(_between(send.transfers, device, target)) > len(_between(receive.transfers, device, target)):
+                raise Broken(f"a message from {device} to {target} is never received")
+        exchange.sources[device] = _Cell(exchange.sources[device].read())
+
+    def _received(self, device: int, exchange: _Exchange) -> Tensor:
+        send, receive = exchange.send, exchange.receive
+        assert send is not None
+        assert receive is not None
+        tensor = self.blocks.graph.tensors[receive.tensor]
+        result = torch.full(receive.sizes, float("nan"), dtype=getattr(torch, tensor.dtype))
+        for source in dict.fromkeys(t.source for t in receive.transfers if t.target == device):
+            sent = _between(send.transfers, source, device)
+            expected = _between(receive.transfers, source, device)
+            if len(expected) > len(sent):
+                raise Broken(f"a message from {source} to {device} is never sent")
+            for there, here in zip(sent, expected, strict=False):
+                array = _checked(lambda source=source: exchange.sources[source].read().reshape(send.sizes))
+                message, place = _narrow(array, there.source_box), _narrow(result, here.target_box)
+                if message.shape != place.shape:
+                    raise Broken(f"a message from {source} to {device} is not of the size that is received")
+                place.copy_(message)
+        return result.reshape(_shape(tensor.factors, receive.sizes))
 
 
-def _local_shape(factors: tuple[tuple[int, ...], ...], sizes: tuple[int, ...]) -> list[int]:
-    left = list(sizes)
-    shape = []
-    for dim in factors:
-        length = 1
-        for _ in dim:
-            length *= left.pop(0)
-        shape.append(length)
-    return shape
+def _checked(function: Callable[[], Result]) -> Result:
+    """What torch refuses cannot be carried out."""
+    try:
+        return function()
+    except RuntimeError as error:
+        raise Broken(str(error)) from error
+
+
+def _add(first: Tensor, second: Tensor) -> Tensor:
+    if first.shape != second.shape:
+        raise Broken(f"shapes {list(first.shape)} and {list(second.shape)} cannot be added")
+    return first + second
+
+
+def _between(transfers: Sequence[Transfer], source: int, target: int) -> list[Transfer]:
+    return [t for t in transfers if (t.source, t.target) == (source, target)]
+
+
+def _narrow(array: Tensor, box: Box) -> Tensor:
+    for dim, (start, stop) in enumerate(box):
+        if not 0 <= start < stop <= array.shape[dim]:
+            raise Broken(f"{list(box)} lies outside {list(array.shape)}")
+        array = array.narrow(dim, start, stop - start)
+    return array
+
+
+def _shape(factors: tuple[tuple[int, ...], ...], sizes: Sequence[int]) -> list[int]:
+    """The sizes of a tensor's own dims from those of its factors."""
+    left = iter(sizes)
+    return [prod(next(left) for _ in dim) for dim in factors]
 
 
 def _apply(step: Step, arrays: dict[int, Tensor]) -> dict[int, Tensor]:
+    if sorted(device for group in step.groups for device in group) != sorted(arrays):
+        raise Broken("the groups of a step do not hold every device once")
     result = {}
     for group in step.groups:
         parts = [arrays[device] for device in group]
+        if len({part.shape for part in parts}) > 1:
+            raise Broken("the members of a group hold arrays of different sizes")
         if step.kind in ("all_reduce", "reduce_scatter"):
             stacked = torch.stack(parts)
             whole = stacked.sum(0) if step.combine == "sum" else stacked.amax(0)
@@ -222,9 +414,15 @@ def _apply(step: Step, arrays: dict[int, Tensor]) -> dict[int, Tensor]:
             if step.kind in ("all_reduce", "all_gather"):
                 result[device] = whole
             elif step.kind in ("reduce_scatter", "all_to_all"):
-                result[device] = whole.chunk(len(group), step.into)[position]
+                result[device] = _piece(whole, len(group), step.into, position)
             elif step.kind == "slice":
-                result[device] = arrays[device].chunk(len(group), step.into)[position]
+                result[device] = _piece(arrays[device], len(group), step.into, position)
             else:
                 result[device] = arrays[device] if position == 0 else torch.zeros_like(arrays[device])
     return result
+
+
+def _piece(array: Tensor, count: int, dim: int, position: int) -> Tensor:
+    if array.shape[dim] % count:
+        raise Broken(f"{array.shape[dim]} elements cannot be cut into {count} equal pieces")
+    return array.chunk(count, dim)[position]

@@ -25,27 +25,32 @@ from planloom.errors import LayoutError
 from planloom.layout import Digit, Layout, Mesh
 
 StepPrice = Callable[[Step, int], float]
-"""(step, elements of a device's array before it) → price."""
+"""(step, bytes of a device's array before it) → price."""
 
 # A free step still has a tiny price, so that no program holds more of them than it needs.
 _LOCAL_PRICE = 1e-9
 
 
-def volume_price(step: Step, num_elements: int) -> float:
-    """Elements that each device sends, with ring algorithms, plus one for the start."""
+def volume_price(step: Step, num_bytes: int) -> float:
+    """Bytes that each device sends, with ring algorithms, plus one for the start."""
     n = step.group_size
     if step.is_local:
         return _LOCAL_PRICE
     if step.kind == "all_reduce":
-        return 1 + 2 * num_elements * (n - 1) / n
+        return 1 + 2 * num_bytes * (n - 1) / n
     if step.kind == "all_gather":
-        return 1 + num_elements * (n - 1)
-    return 1 + num_elements * (n - 1) / n
+        return 1 + num_bytes * (n - 1)
+    return 1 + num_bytes * (n - 1) / n
 
 
 @lru_cache(maxsize=4096)
 def change_layout(
-    source: Layout, target: Layout, mesh: Mesh, sizes: tuple[int, ...], price: StepPrice = volume_price
+    source: Layout,
+    target: Layout,
+    mesh: Mesh,
+    sizes: tuple[int, ...],
+    price: StepPrice = volume_price,
+    item_bytes: int = 4,
 ) -> tuple[Step, ...]:
     """The cheapest program that turns `source` into `target` for a tensor with these factor sizes."""
     source, target = _canonical(source), _canonical(target)
@@ -61,10 +66,10 @@ def change_layout(
         if layout in done:
             continue
         done.add(layout)
-        num_elements = prod(layout.local_sizes(sizes))
+        num_bytes = item_bytes * prod(layout.local_sizes(sizes))
         for step, after in _neighbours(layout, target, mesh, sizes):
             if after not in done:
-                heapq.heappush(queue, (cost + price(step, num_elements), next(ticket), after, (*steps, step)))
+                heapq.heappush(queue, (cost + price(step, num_bytes), next(ticket), after, (*steps, step)))
     raise LayoutError("no program of collectives connects two layouts", given=str(source), required=str(target))
 
 

@@ -57,6 +57,12 @@ class Tensor:
         return tuple(size for factors in self.factors for size in factors)
 
     @property
+    def item_bytes(self) -> int:
+        """Bytes of one element."""
+        bits = "".join(c for c in self.dtype.split("_")[0] if c.isdigit())
+        return int(bits) // 8 if bits else 1
+
+    @property
     def is_float(self) -> bool:
         return self.dtype.startswith(("float", "bfloat"))
 

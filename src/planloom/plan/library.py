@@ -194,7 +194,7 @@ def library(num_devices: int, *, max_micro: int = 4) -> tuple[NamedPlan, ...]:
     found = []
     for pp in (1, 2):
         for tp, tp2 in ((t, u) for t in _divisors(num_devices // pp) for u in _divisors(num_devices // pp // t)):
-            if num_devices % (pp * tp * tp2):
+            if num_devices % (pp * tp * tp2) or (tp == 1 and tp2 > 1):
                 continue
             dp = num_devices // (pp * tp * tp2)
             base = NamedPlan(dp=dp, tp=tp, tp2=tp2, pp=pp, micro=max_micro if pp > 1 else 1, vocab=tp > 1)

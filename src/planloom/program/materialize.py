@@ -128,7 +128,8 @@ class _Builder:
     ) -> Buffer:
         """Bring a buffer into another layout; the same buffer if nothing changes."""
         try:
-            steps = change_layout(before, after, self.meshes[stage], slot.sizes, self.price)
+            item_bytes = self.graph.tensors[slot.tensor].item_bytes
+            steps = change_layout(before, after, self.meshes[stage], slot.sizes, self.price, item_bytes)
         except LayoutError as error:
             raise PlanError(
                 f"{slot.tensor} cannot be brought from its producer to its consumer",

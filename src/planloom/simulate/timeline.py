@@ -20,9 +20,10 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """The events of one step, from second zero on."""
+    """The events of one step, from second zero on; `sources`: where the prices of a simulated one come from."""
 
     events: tuple[Event, ...]
+    sources: tuple[str, ...] = ("measured",)
 
     @property
     def step_seconds(self) -> float:

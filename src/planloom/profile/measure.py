@@ -1,0 +1,192 @@
+"""Measure: each distinct run once, forward and backward, through the same code as in training.
+
+Called on every rank of a process group, all ranks measure the same thing at the same time, as they will compute at the same time in
+training; the price is the median over repetitions of the slowest rank. Shards are symmetric, so any coordinates do.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from planloom.blocks import BlockGraph
+from planloom.collective import Step, StepKind
+from planloom.cost import collective_key, run_fingerprint, run_key, update_key
+from planloom.cost.keys import shard_sizes
+from planloom.execute import LocalRun, RunVjp, compute_given
+from planloom.execute.wire import Wire
+from planloom.layout import Layout
+from planloom.program import Program, Run, Transfer
+
+Measured = dict[str, tuple[float, float]]
+"""key → (seconds, spread)"""
+
+_REPEATS = 5
+_COLLECTIVE_BYTES = (1 << 12, 1 << 17, 1 << 20, 1 << 22)
+
+
+def missing_runs(
+    blocks: BlockGraph, programs: Sequence[Program], known: Mapping[str, float]
+) -> dict[str, tuple[Program, Run]]:
+    """Fingerprint → an example, for every run of these programs without a price."""
+    missing: dict[str, tuple[Program, Run]] = {}
+    for program in programs:
+        for run in program.runs:
+            fingerprint = run_fingerprint(blocks, program, run)
+            if run_key(fingerprint, "forward") not in known:
+                missing.setdefault(fingerprint, (program, run))
+    return missing
+
+
+def measure_programs(
+    blocks: BlockGraph,
+    programs: Sequence[Program],
+    batch: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    known: Mapping[str, float],
+    *,
+    progress: Callable[[int, int], None],
+) -> Measured:
+    """Prices of everything in these programs that `known` lacks: runs, updates, collectives."""
+    device = next(iter(batch.values())).device
+    given = compute_given(blocks.graph, {**batch, **buffers}, device)
+    tasks: list[Callable[[], Measured]] = []
+    for fingerprint, (program, run) in missing_runs(blocks, programs, known).items():
+        tasks.append(lambda f=fingerprint, p=program, r=run: _measure_run(blocks, f, p, r, given, device))  # type: ignore[misc]
+    updates = _missing_updates(blocks, programs, known)
+    tasks += [lambda k=key, u=update: {k: _measure_update(*u, device)} for key, update in updates.items()]  # type: ignore[misc]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        tasks += _collective_tasks(known, device)
+    measured: Measured = {}
+    for i, task in enumerate(tasks):
+        measured.update(task())
+        progress(i + 1, len(tasks))
+    return measured
+
+
+def _measure_run(
+    blocks: BlockGraph, fingerprint: str, program: Program, run: Run, given: Mapping[str, Tensor], device: torch.device
+) -> Measured:
+    mesh = program.stages[run.stage].mesh
+    local = LocalRun(blocks, run, mesh.coordinates(mesh.devices[0]), num_micro=program.num_micro_batches)
+    inputs = [_random(blocks, slot.tensor, slot.layout, slot.sizes, device) for slot in run.inputs]
+    cotangents = [
+        None
+        if slot.cotangent is None
+        else _random(blocks, slot.tensor, slot.cotangent.completed(), slot.sizes, device)
+        for slot in run.outputs
+    ]
+    forwards, backwards = [], []
+    for _ in range(_REPEATS + 1):
+        seconds, vjp = _timed(lambda: RunVjp(local, inputs, given, 0), device)
+        forwards.append(seconds)
+        vjp.take_outputs()
+        seconds, _ = _timed(lambda: vjp.backward(cotangents), device)  # noqa: B023
+        backwards.append(seconds)
+    return {
+        run_key(fingerprint, "forward"): _summary(forwards[1:]),
+        run_key(fingerprint, "backward"): _summary(backwards[1:]),
+    }
+
+
+def _random(
+    blocks: BlockGraph, name: str, layout: Layout, sizes: tuple[int, ...], device: torch.device
+) -> Tensor:
+    tensor = blocks.graph.tensors[name]
+    lengths = iter(layout.local_sizes(sizes))
+    shape = [prod(next(lengths) for _ in dim) for dim in tensor.factors]
+    return torch.randn(shape, device=device).to(getattr(torch, tensor.dtype))
+
+
+def _missing_updates(
+    blocks: BlockGraph, programs: Sequence[Program], known: Mapping[str, float]
+) -> dict[str, tuple[list[int], list[str]]]:
+    missing = {}
+    for program in programs:
+        for stage in program.stages:
+            sizes = shard_sizes(stage)
+            dtypes = [blocks.graph.tensors[p.name].dtype for p in stage.parameters]
+            if sizes and update_key(sizes, dtypes) not in known:
+                missing[update_key(sizes, dtypes)] = (sizes, dtypes)
+    return missing
+
+
+def _measure_update(sizes: list[int], dtypes: list[str], device: torch.device) -> tuple[float, float]:
+    shards = []
+    for size, dtype in zip(sizes, dtypes, strict=True):
+        shard = torch.randn(size, device=device).to(getattr(torch, dtype)).requires_grad_()
+        shard.grad = torch.randn_like(shard)
+        shards.append(shard)
+    optimizer = torch.optim.AdamW(shards, lr=1e-3)
+    return _summary([_timed(optimizer.step, device)[0] for _ in range(_REPEATS + 1)][1:])
+
+
+def _collective_tasks(known: Mapping[str, float], device: torch.device) -> list[Callable[[], Measured]]:
+    """All kinds of collectives on all group sizes that divide the world, all groups at once."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    wire = Wire(rank, timeout_seconds=120)
+    kinds: tuple[StepKind, ...] = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
+    tasks: list[Callable[[], Measured]] = []
+    for size in (n for n in range(2, world + 1) if world % n == 0):
+        groups = tuple(tuple(range(i, i + size)) for i in range(0, world, size))
+        wire.create_groups(groups)
+        for kind in kinds:
+            for num_bytes in _COLLECTIVE_BYTES:
+                key = collective_key(kind, size, num_bytes)
+                if key not in known:
+                    step = Step(kind=kind, groups=groups, along=0, into=1)
+                    tasks.append(lambda k=key, s=step, n=num_bytes: {k: _measure_step(wire, s, n, device)})  # type: ignore[misc]
+    for num_bytes in _COLLECTIVE_BYTES:
+        key = collective_key("exchange", 2, num_bytes)
+        if key not in known:
+            tasks.append(lambda k=key, n=num_bytes: {k: _measure_exchange(wire, n, device)})  # type: ignore[misc]
+    return tasks
+
+
+def _measure_step(wire: Wire, step: Step, num_bytes: int, device: torch.device) -> tuple[float, float]:
+    sizes = (2, num_bytes // 8)
+    array = torch.randn(sizes, device=device)
+    runs = [_timed(lambda: wire.run_steps((step,), array, sizes)(), device)[0] for _ in range(_REPEATS + 1)]
+    return _summary(runs[1:])
+
+
+def _measure_exchange(wire: Wire, num_bytes: int, device: torch.device) -> tuple[float, float]:
+    """The lower half of the ranks sends to the upper half, all at once."""
+    half, sizes = dist.get_world_size() // 2, (num_bytes // 4,)
+    box = ((0, sizes[0]),)
+    transfers = tuple(Transfer(source=i, target=i + half, source_box=box, target_box=box) for i in range(half))
+    array = torch.randn(sizes, device=device)
+
+    def once() -> Tensor:
+        if wire.device < half:
+            return wire.send(array, sizes, transfers, 0)()
+        return wire.receive(torch.float32, sizes, transfers, 0, device)()
+
+    return _summary([_timed(once, device)[0] for _ in range(_REPEATS + 1)][1:])
+
+
+def _timed(function: Callable[[], object], device: torch.device) -> tuple[float, object]:
+    """Seconds of the slowest rank, all starting together; and the result."""
+    if dist.is_initialized():
+        dist.barrier()
+    _synchronize(device)
+    start = time.perf_counter()
+    result = function()
+    _synchronize(device)
+    seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return float(seconds), result
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _summary(seconds: list[float]) -> tuple[float, float]:
+    return statistics.median(seconds), max(seconds) - min(seconds)

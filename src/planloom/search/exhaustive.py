@@ -1,0 +1,77 @@
+"""Exhaustive search: every named plan on every placement, priced by the simulator.
+
+Candidates that a model or batch does not allow are kept with the reason, so that the table says why a plan is missing.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from planloom.blocks import BlockGraph
+from planloom.cluster import Cluster
+from planloom.collective import Step
+from planloom.collective.paths import StepPrice
+from planloom.cost import Prices
+from planloom.errors import LayoutError, PlanError
+from planloom.layout import enumerate_placements
+from planloom.plan import Plan, axis_sizes, library, named_plan
+from planloom.program import Program, build_program
+from planloom.simulate import Timeline, simulate
+
+BatchSpec = Mapping[str, tuple[tuple[int, ...], str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A plan with its program and simulated timeline, or the reason why it cannot be."""
+
+    name: str
+    plan: Plan | None = None
+    program: Program | None = None
+    timeline: Timeline | None = None
+    refused: str = ""
+
+    @property
+    def step_seconds(self) -> float:
+        return self.timeline.step_seconds if self.timeline is not None else float("inf")
+
+
+def candidate_plans(
+    blocks: BlockGraph, cluster: Cluster, batch: BatchSpec, *, prices: Prices, max_micro: int = 4
+) -> tuple[Candidate, ...]:
+    """Every named plan on every distinct placement, built but not yet priced."""
+    candidates = []
+    price = step_price(prices)
+    for named in library(cluster.num_devices, max_micro=max_micro):
+        axes = {name: size for name, size in axis_sizes(named).items() if size > 1} or {"dp": 1}
+        for placement in enumerate_placements(cluster.level_counts, axes):
+            name = f"{named}" if len(axes) == 1 else f"{named} on {placement}"
+            try:
+                plan = named_plan(blocks, named, batch=dict(batch), placement=placement)
+                program = build_program(blocks, plan, price=price)
+                candidates.append(Candidate(name=name, plan=plan, program=program))
+            except (PlanError, LayoutError) as error:
+                candidates.append(Candidate(name=name, refused=error.what))
+    return tuple(candidates)
+
+
+def step_price(prices: Prices) -> StepPrice:
+    """Seconds of a step: what chooses between collective programs."""
+
+    def price(step: Step, num_bytes: int) -> float:
+        return prices.step(step, num_bytes).seconds
+
+    return price
+
+
+def price_plans(
+    candidates: Sequence[Candidate], prices: Prices, *, progress: Callable[[int, int], None] | None = None
+) -> tuple[Candidate, ...]:
+    """The candidates with their timelines, fastest first, those refused last."""
+    priced = []
+    for i, candidate in enumerate(candidates):
+        timeline = simulate(candidate.program, prices) if candidate.program is not None else None
+        priced.append(replace(candidate, timeline=timeline))
+        if progress is not None:
+            progress(i + 1, len(candidates))
+    return tuple(sorted(priced, key=lambda c: (c.step_seconds, c.name)))
+

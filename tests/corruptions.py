@@ -1,0 +1,387 @@
+"""Corruptions of a program: each changes one random place in the bodies of all stages, or returns None where it cannot.
+
+A corruption may happen to be neutral (ranks swapped in a sum, copies of a box that nobody reads): what it does to the meaning is
+the oracle's to say. `FAMILIES` groups them as the errors that a planner could make. `respell` is no corruption: it
+writes collectives in longer ways that mean the same, so that every kind of step occurs.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from random import Random
+from typing import NamedTuple, TypeVar
+
+from planloom.collective import Step, local_sizes_after
+from planloom.layout import Box
+from planloom.program import (
+    Accumulate,
+    Collective,
+    Free,
+    Instruction,
+    Program,
+    Receive,
+    Send,
+    Sum,
+    Transfer,
+    Wait,
+)
+
+Corruption = Callable[[Program, Random], Program | None]
+Kind = TypeVar("Kind", bound=Instruction)
+Item = TypeVar("Item")
+
+
+class Spot(NamedTuple):
+    """An instruction's place in a program."""
+
+    stage: int
+    body: str
+    index: int
+
+
+# -- finding and changing instructions
+
+
+def find(program: Program, kind: type[Kind]) -> list[tuple[Spot, Kind]]:
+    """All instructions of a kind in all bodies, with their places."""
+    return [
+        (Spot(s, body, i), instruction)
+        for s, stage in enumerate(program.stages)
+        for body, instructions in stage.bodies.items()
+        for i, instruction in enumerate(instructions)
+        if isinstance(instruction, kind)
+    ]
+
+
+def change(program: Program, spot: Spot, *instructions: Instruction) -> Program:
+    """The program with other instructions at a place."""
+    body = program.stages[spot.stage].bodies[spot.body]
+    return _with_body(program, spot, (*body[: spot.index], *instructions, *body[spot.index + 1 :]))
+
+
+def _with_body(program: Program, spot: Spot, body: tuple[Instruction, ...]) -> Program:
+    stage = program.stages[spot.stage]
+    stages = list(program.stages)
+    stages[spot.stage] = replace(stage, bodies={**stage.bodies, spot.body: body})
+    return replace(program, stages=tuple(stages))
+
+
+def _choose(random: Random, items: Sequence[Item]) -> Item | None:
+    return random.choice(items) if items else None
+
+
+def _exchanged(items: Sequence[Item], i: int, j: int) -> tuple[Item, ...]:
+    result = list(items)
+    result[i], result[j] = result[j], result[i]
+    return tuple(result)
+
+
+# -- steps of collective programs
+
+
+class _StepAt(NamedTuple):
+    spot: Spot
+    collective: Collective
+    number: int
+    step: Step
+    sizes: tuple[int, ...]
+    """The factor sizes of a device's array before the step."""
+
+
+def _steps(program: Program, *kinds: str) -> list[_StepAt]:
+    found = []
+    for spot, collective in find(program, Collective):
+        sizes = collective.sizes
+        for number, step in enumerate(collective.steps):
+            if not kinds or step.kind in kinds:
+                found.append(_StepAt(spot, collective, number, step, sizes))
+            sizes = local_sizes_after(step, sizes)
+    return found
+
+
+def _change_step(program: Program, at: _StepAt, *steps: Step) -> Program:
+    before, after = at.collective.steps[: at.number], at.collective.steps[at.number + 1 :]
+    return change(program, at.spot, replace(at.collective, steps=(*before, *steps, *after)))
+
+
+def swap_ranks_in_group(program: Program, random: Random) -> Program | None:
+    at = _choose(random, _steps(program))
+    if at is None:
+        return None
+    number = random.randrange(len(at.step.groups))
+    group = at.step.groups[number]
+    i, j = random.sample(range(len(group)), 2)
+    groups = (*at.step.groups[:number], _exchanged(group, i, j), *at.step.groups[number + 1 :])
+    return _change_step(program, at, replace(at.step, groups=groups))
+
+
+def swap_ranks_between_groups(program: Program, random: Random) -> Program | None:
+    at = _choose(random, [at for at in _steps(program) if len(at.step.groups) > 1])
+    if at is None:
+        return None
+    groups = [list(group) for group in at.step.groups]
+    first, second = random.sample(groups, 2)
+    i, j = random.randrange(len(first)), random.randrange(len(second))
+    first[i], second[j] = second[j], first[i]
+    return _change_step(program, at, replace(at.step, groups=tuple(map(tuple, groups))))
+
+
+def leave_out_reduction(program: Program, random: Random) -> Program | None:
+    """An all-reduce is left out, a reduce-scatter becomes the slice that has the same size."""
+    at = _choose(random, _steps(program, "all_reduce", "reduce_scatter"))
+    if at is None:
+        return None
+    return _change_step(program, at, *([replace(at.step, kind="slice")] if at.step.kind == "reduce_scatter" else []))
+
+
+def leave_out_summand(program: Program, random: Random) -> Program | None:
+    found = _choose(random, [(spot, s) for spot, s in find(program, Sum) if len(s.sources) > 1])
+    if found is None:
+        return None
+    spot, junction = found
+    i = random.randrange(len(junction.sources))
+    return change(program, spot, replace(junction, sources=junction.sources[:i] + junction.sources[i + 1 :]))
+
+
+def leave_out_accumulation(program: Program, random: Random) -> Program | None:
+    """One of several additions to the same buffer, or, as good, the only one."""
+    found = find(program, Accumulate)
+    several = [(spot, a) for spot, a in found if sum(b.target == a.target for _, b in found) > 1]
+    chosen = _choose(random, several if several and random.random() < 0.5 else found)
+    return None if chosen is None else change(program, chosen[0])
+
+
+def repeat_reduction(program: Program, random: Random) -> Program | None:
+    """What an all-reduce or a reduce-scatter reduces is reduced once more."""
+    at = _choose(random, _steps(program, "all_reduce", "reduce_scatter"))
+    if at is None:
+        return None
+    return _change_step(program, at, replace(at.step, kind="all_reduce", into=-1), at.step)
+
+
+def repeat_summand(program: Program, random: Random) -> Program | None:
+    found = _choose(random, find(program, Sum))
+    if found is None:
+        return None
+    spot, junction = found
+    return change(program, spot, replace(junction, sources=(*junction.sources, random.choice(junction.sources))))
+
+
+def repeat_accumulation(program: Program, random: Random) -> Program | None:
+    found = _choose(random, find(program, Accumulate))
+    return None if found is None else change(program, found[0], found[1], found[1])
+
+
+def permute_slice(program: Program, random: Random) -> Program | None:
+    """The pieces that a step cuts go to the wrong devices."""
+    at = _choose(random, _steps(program, "slice") or _steps(program, "reduce_scatter", "all_to_all"))
+    if at is None:
+        return None
+    number = random.randrange(len(at.step.groups))
+    group = at.step.groups[number]
+    permuted = tuple(random.sample(group, len(group)))
+    groups = (*at.step.groups[:number], permuted, *at.step.groups[number + 1 :])
+    return _change_step(program, at, replace(at.step, groups=groups))
+
+
+def cut_elsewhere(program: Program, random: Random) -> Program | None:
+    """Pieces are cut, or put together, along another factor that can be divided as often."""
+    at = _choose(random, _steps(program, "slice", "reduce_scatter", "all_to_all", "all_gather"))
+    if at is None:
+        return None
+    field = "along" if at.step.kind == "all_gather" else "into"
+    factors = [f for f, size in enumerate(at.sizes) if f not in (at.step.into, at.step.along)]
+    if field == "into":
+        factors = [f for f in factors if at.sizes[f] % at.step.group_size == 0]
+    factor = _choose(random, factors)
+    return None if factor is None else _change_step(program, at, replace(at.step, **{field: factor}))
+
+
+# -- transfers of exchanges
+
+
+class _Pair(NamedTuple):
+    """Both halves of an exchange."""
+
+    send_spot: Spot
+    send: Send
+    receive_spot: Spot
+    receive: Receive
+
+
+def _pairs(program: Program) -> list[_Pair]:
+    receives = {receive.channel: (spot, receive) for spot, receive in find(program, Receive)}
+    return [_Pair(spot, send, *receives[send.channel]) for spot, send in find(program, Send)]
+
+
+def _change_pair(
+    program: Program, pair: _Pair, sent: Sequence[Transfer] | None = None, received: Sequence[Transfer] | None = None
+) -> Program:
+    if sent is not None:
+        program = change(program, pair.send_spot, replace(pair.send, transfers=tuple(sent)))
+    if received is not None:
+        program = change(program, pair.receive_spot, replace(pair.receive, transfers=tuple(received)))
+    return program
+
+
+def _shifted(random: Random, box: Box, sizes: tuple[int, ...]) -> Box | None:
+    """The box moved by as much as fits along one factor."""
+    moves = [
+        (factor, by)
+        for factor, ((start, stop), size) in enumerate(zip(box, sizes, strict=True))
+        for by in range(-start, size - stop + 1)
+        if by
+    ]
+    move = _choose(random, moves)
+    if move is None:
+        return None
+    factor, by = move
+    return tuple((s + by, e + by) if i == factor else (s, e) for i, (s, e) in enumerate(box))
+
+
+def shift_box(program: Program, random: Random) -> Program | None:
+    """A message is cut from the wrong place, or put there; or the copy of a box is moved that nobody reads."""
+    spots = []
+    for pair in _pairs(program):
+        for i, t in enumerate(pair.send.transfers):
+            for half in ("send", "receive"):
+                for field, sizes in (("source_box", pair.send.sizes), ("target_box", pair.receive.sizes)):
+                    if any(length < size for length, size in zip(_lengths(getattr(t, field)), sizes, strict=True)):
+                        spots.append((pair, half, i, field, sizes))
+    chosen = _choose(random, spots)
+    if chosen is None:
+        return None
+    pair, half, i, field, sizes = chosen
+    transfers = list(pair.send.transfers if half == "send" else pair.receive.transfers)
+    box = _shifted(random, getattr(transfers[i], field), sizes)
+    assert box is not None
+    transfers[i] = replace(transfers[i], **{field: box})
+    return _change_pair(program, pair, **{"sent" if half == "send" else "received": transfers})
+
+
+def shift_message(program: Program, random: Random) -> Program | None:
+    """A message carries other elements, and puts them where they belong: some arrive twice, some never."""
+    spots = []
+    for pair in _pairs(program):
+        for i, t in enumerate(pair.send.transfers):
+            for factor, ((start, stop), (low, high)) in enumerate(zip(t.source_box, t.target_box, strict=True)):
+                least, most = max(-start, -low), min(pair.send.sizes[factor] - stop, pair.receive.sizes[factor] - high)
+                spots += [(pair, i, factor, by) for by in range(least, most + 1) if by]
+    chosen = _choose(random, spots)
+    if chosen is None:
+        return None
+    pair, i, factor, by = chosen
+
+    def moved(box: Box) -> Box:
+        return tuple((s + by, e + by) if f == factor else (s, e) for f, (s, e) in enumerate(box))
+
+    transfers = list(pair.send.transfers)
+    old = transfers[i]
+    transfers[i] = replace(old, source_box=moved(old.source_box), target_box=moved(old.target_box))
+    return _change_pair(program, pair, sent=transfers, received=transfers)
+
+
+def _lengths(box: Box) -> list[int]:
+    return [stop - start for start, stop in box]
+
+
+def swap_transfers(program: Program, random: Random) -> Program | None:
+    """Two transfers exchange senders, receivers or a box: in one half of the exchange or in both."""
+    pair = _choose(random, [pair for pair in _pairs(program) if len(pair.send.transfers) > 1])
+    if pair is None:
+        return None
+    i, j = random.sample(range(len(pair.send.transfers)), 2)
+    field, half = random.choice(["source", "target", "source_box", "target_box"]), random.choice(["sent", "both"])
+    transfers = list(pair.send.transfers)
+    first, second = transfers[i], transfers[j]
+    transfers[i] = replace(first, **{field: getattr(second, field)})
+    transfers[j] = replace(second, **{field: getattr(first, field)})
+    return _change_pair(program, pair, sent=transfers, received=transfers if half == "both" else None)
+
+
+def swap_order_of_transfers(program: Program, random: Random) -> Program | None:
+    """The messages of one half of an exchange in another order."""
+    pair = _choose(random, [pair for pair in _pairs(program) if len(pair.send.transfers) > 1])
+    if pair is None:
+        return None
+    i, j = random.sample(range(len(pair.send.transfers)), 2)
+    return _change_pair(program, pair, sent=_exchanged(pair.send.transfers, i, j))
+
+
+def swap_sends(program: Program, random: Random) -> Program | None:
+    """Two sends of a stage that are of the same size send each other's buffer."""
+    sends = find(program, Send)
+    chosen = _choose(
+        random,
+        [
+            (first, second)
+            for i, first in enumerate(sends)
+            for second in sends[i + 1 :]
+            if first[0].stage == second[0].stage and first[1].sizes == second[1].sizes
+        ],
+    )
+    if chosen is None:
+        return None
+    (first_spot, first), (second_spot, second) = chosen
+    program = change(program, first_spot, replace(first, source=second.source))
+    return change(program, second_spot, replace(second, source=first.source))
+
+
+# -- frees
+
+
+def free_earlier(program: Program, random: Random) -> Program | None:
+    """A free, or a wait that frees, at a random earlier place of its body."""
+    found = [spot for spot, _ in find(program, Free)]
+    found += [spot for spot, wait in find(program, Wait) if wait.free]
+    spot = _choose(random, [spot for spot in found if spot.index > 0])
+    if spot is None:
+        return None
+    body = list(program.stages[spot.stage].bodies[spot.body])
+    # Half of them go a few places only: that is where an error of one comes to lie.
+    earliest = max(0, spot.index - 6) if random.random() < 0.5 else 0
+    body.insert(random.randrange(earliest, spot.index), body.pop(spot.index))
+    return _with_body(program, spot, tuple(body))
+
+
+FAMILIES: dict[str, tuple[Corruption, ...]] = {
+    "ranks swapped in a group": (swap_ranks_in_group, swap_ranks_between_groups),
+    "a reduction left out": (leave_out_reduction, leave_out_summand, leave_out_accumulation),
+    "a reduction done twice": (repeat_reduction, repeat_summand, repeat_accumulation),
+    "a wrong slice": (permute_slice, cut_elsewhere, shift_box, shift_message),
+    "swapped sends": (swap_transfers, swap_order_of_transfers, swap_sends),
+    "an early free": (free_earlier,),
+}
+
+
+# -- longer spellings
+
+
+def respell(program: Program, random: Random) -> Program:
+    """The same program with collectives written in longer ways that mean the same."""
+    for spot, collective in find(program, Collective):
+        steps: list[Step] = []
+        sizes = collective.sizes
+        for step in collective.steps:
+            steps += _respelled(step, sizes, random)
+            sizes = local_sizes_after(step, sizes)
+        program = change(program, spot, replace(collective, steps=tuple(steps)))
+    return program
+
+
+def _respelled(step: Step, sizes: tuple[int, ...], random: Random) -> list[Step]:
+    after, groups, n = local_sizes_after(step, sizes), step.groups, step.group_size
+    if step.kind not in ("all_reduce", "all_gather"):
+        return [step]
+    spellings = [[step], [step, Step(kind="mask", groups=groups), Step(kind="all_reduce", groups=groups)]]
+    divided = [factor for factor, size in enumerate(after) if size % n == 0]
+    for factor in divided:
+        gather = Step(kind="all_gather", groups=groups, along=factor)
+        if step.kind == "all_reduce" and step.combine == "sum":
+            spellings.append([Step(kind="reduce_scatter", groups=groups, into=factor), gather])
+        cut = Step(kind="slice", groups=groups, into=factor)
+        spellings.append([step, cut, gather])
+        for other in divided:
+            if other != factor:
+                turn = Step(kind="all_to_all", groups=groups, along=factor, into=other)
+                spellings.append([step, cut, turn, Step(kind="all_gather", groups=groups, along=other)])
+    return random.choice(spellings)
