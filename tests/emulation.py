@@ -3,7 +3,8 @@
 It shares nothing with the verifier and nothing with the wire; only the local functions of runs are the runtime's own. A
 program means what this computes, in the worst of the orders that the program allows:
 
-- communication reads its source as late as it may, when it is awaited; what was freed or overwritten by then is NaN;
+- communication reads its source as late as it may, when it is awaited; what was overwritten by then is NaN, and what was
+  freed is NaN for a send (a collective owns its source once it has started);
 - a receive is awaited only when no other stage can go on, and a send ends only when its receive has started (rendezvous);
 - what arrives cannot be read before its wait;
 - messages from one device to another on one channel meet in their order, first in, first out;
@@ -53,13 +54,15 @@ class Broken(Exception):
 
 @dataclass(eq=False, slots=True)
 class _Cell:
-    """What a buffer holds; communication in flight holds the cell, and sees it spoilt."""
+    """What a buffer holds; communication in flight holds the cell, and sees what becomes of it."""
 
     tensor: Tensor
-    is_spoilt: bool = False
+    is_overwritten: bool = False
+    is_freed: bool = False
 
-    def read(self) -> Tensor:
-        return torch.full_like(self.tensor, float("nan")) if self.is_spoilt else self.tensor
+    def read(self, *, owned: bool) -> Tensor:
+        is_spoilt = self.is_overwritten or (self.is_freed and not owned)
+        return torch.full_like(self.tensor, float("nan")) if is_spoilt else self.tensor
 
 
 @dataclass(eq=False, slots=True)
@@ -216,7 +219,7 @@ class Emulation:
         """A new value; whoever still reads the old one in flight finds it spoilt."""
         buffer = place[0]
         if place in self._memory[device]:
-            self._memory[device][place].is_spoilt = True
+            self._memory[device][place].is_overwritten = True
         if buffer in self._gathers:
             held = self._gathered.setdefault((device, buffer), torch.empty_like(value))
             if held.shape != value.shape:
@@ -227,7 +230,7 @@ class Emulation:
 
     def _forget(self, device: int, place: Place) -> None:
         cell = self._memory[device].pop(place)
-        cell.is_spoilt = True
+        cell.is_freed = True
         if place[0] in self._gathers:
             cell.tensor.data.fill_(float("nan"))
 
@@ -329,7 +332,7 @@ class Emulation:
         if work.results is None:
             collective, factors = work.instruction, self.blocks.graph.tensors[work.instruction.tensor].factors
             cells = work.sources
-            arrays = {d: _checked(lambda d=d: cells[d].read().reshape(collective.sizes)) for d in cells}
+            arrays = {d: _checked(lambda d=d: cells[d].read(owned=True).reshape(collective.sizes)) for d in cells}
             for step in collective.steps:
                 arrays = _checked(lambda step=step: _apply(step, arrays))
             work.results = {d: array.reshape(_shape(factors, array.shape)).clone() for d, array in arrays.items()}
@@ -343,7 +346,7 @@ class Emulation:
         for target in {t.target for t in send.transfers if t.source == device}:
             if len(_between(send.transfers, device, target)) > len(_between(receive.transfers, device, target)):
                 raise Broken(f"a message from {device} to {target} is never received")
-        exchange.sources[device] = _Cell(exchange.sources[device].read())
+        exchange.sources[device] = _Cell(exchange.sources[device].read(owned=False))
 
     def _received(self, device: int, exchange: _Exchange) -> Tensor:
         send, receive = exchange.send, exchange.receive
@@ -357,7 +360,7 @@ class Emulation:
             if len(expected) > len(sent):
                 raise Broken(f"a message from {source} to {device} is never sent")
             for there, here in zip(sent, expected, strict=False):
-                array = _checked(lambda source=source: exchange.sources[source].read().reshape(send.sizes))
+                array = _checked(lambda source=source: exchange.sources[source].read(owned=False).reshape(send.sizes))
                 message, place = _narrow(array, there.source_box), _narrow(result, here.target_box)
                 if message.shape != place.shape:
                     raise Broken(f"a message from {source} to {device} is not of the size that is received")

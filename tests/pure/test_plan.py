@@ -408,18 +408,20 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, name: str) -> None:
         load_plan(tmp_path / name)
 
 
+UNLINK = "plan/files.py: unlink(missing_ok=True) raises again what the writing raised"
+
+
 @pytest.mark.parametrize(
     "path",
     [
         "no folder/plan.json",
         "folder",
-        pytest.param("file/plan.json", marks=pytest.mark.xfail(strict=True, raises=NotADirectoryError)),
-        pytest.param("x" * 255, marks=pytest.mark.xfail(strict=True, raises=OSError)),
+        pytest.param("file/plan.json", marks=pytest.mark.xfail(strict=True, raises=OSError, reason=UNLINK)),
+        pytest.param("x" * 255, marks=pytest.mark.xfail(strict=True, raises=OSError, reason=UNLINK)),
     ],
     ids=lambda path: path[:20],
 )
 def test_a_place_that_cannot_be_written(plan: Plan, tmp_path: Path, path: str) -> None:
-    """The last two fail because `unlink(missing_ok=True)` in plan/files.py raises what the writing raised."""
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("mine")
     with pytest.raises(PlanError, match=r"(?s)cannot be written to .*writable folder.*nothing was changed"):

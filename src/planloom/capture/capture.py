@@ -5,6 +5,7 @@ losses and biases into forms that can be split), separate what depends on inputs
 Nothing is computed: tensors are fake, and a model on the `meta` device is captured as well as one in memory.
 """
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -48,7 +49,10 @@ def capture(model: nn.Module, batch: Batch, *, loss: LossFunction | None = None)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     example = {name: torch.empty_like(tensor, device=device) for name, tensor in batch.items()}
     try:
-        program = torch.export.export(_WithLoss(model, loss), (), example, strict=False).run_decompositions({})
+        with warnings.catch_warnings():
+            # torch 2.13.0's own use of a deprecated class, nothing that a user could change
+            warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
+            program = torch.export.export(_WithLoss(model, loss), (), example, strict=False).run_decompositions({})
     except CaptureError:
         raise
     except Exception as error:  # torch.export raises many types; each is the user's to repair

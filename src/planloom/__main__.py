@@ -1,0 +1,5 @@
+"""`python -m planloom` is the command `planloom`."""
+
+from planloom.cli import main
+
+main()

@@ -1,0 +1,115 @@
+"""`planloom demo`: the whole path on this machine, in a few minutes."""
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from planloom.blocks import find_segments
+from planloom.cli.models import CapturedModel, capture_model
+from planloom.cli.output import JsonOption, progress_bar, screen, show
+from planloom.cli.plans import DEFAULT_STORE, candidate_document, find_candidates, measure_candidates, rank
+from planloom.cluster import format_seconds, load_cluster
+from planloom.cost import Prices
+from planloom.errors import PlanError
+from planloom.plan import save_plan
+from planloom.program import verify_program
+from planloom.report import candidates_table, timeline_svg
+from planloom.simulate import simulate
+
+MODEL = Path("examples/models/gpt.py")
+CLUSTER = "two-by-two"
+
+
+def register(app: typer.Typer) -> None:
+    app.command(name="demo", epilog="Example: planloom demo --steps 20")(demo_command)
+
+
+def demo_command(
+    steps: Annotated[int, typer.Option(min=3, help="Training steps.")] = 20,
+    store: Annotated[Path, typer.Option(help="Where measured prices are kept.")] = DEFAULT_STORE,
+    as_json: JsonOption = False,
+) -> None:
+    """Plan a small GPT for an emulated two-node cluster, prove the plan, train it on local CPU processes."""
+    if not MODEL.is_file():
+        raise PlanError(
+            f"the demo's model {MODEL} is not here",
+            given=os.getcwd(),
+            required="a checkout of Planloom as current folder",
+            todo="clone the repository and run `make demo` in it",
+        )
+    cluster, source = load_cluster(CLUSTER), f"{MODEL}:small"
+    captured = capture_model(source)
+    _say(as_json, f"[bold]1.[/bold] Captured {_describe(captured)}")
+    candidates = find_candidates(captured, cluster)
+    measured = measure_candidates(source, candidates, store, cluster.num_devices)
+    num_runs = sum(1 for key in measured if key.startswith("run/") and key.endswith("/forward"))
+    all_runs = sum(len(c.program.runs) for c in candidates if c.program is not None)
+    _say(as_json, f"[bold]2.[/bold] Measured {num_runs} distinct runs, of {all_runs} in {len(candidates)} plans")
+    ranked = rank(candidates, Prices(blocks=captured.blocks, cluster=cluster, measured=measured))
+    here = Prices(blocks=captured.blocks, cluster=cluster, measured=measured, measured_links=True)
+    local = {c.name: simulate(c.program, here).step_seconds for c in ranked if c.program is not None}
+    if not as_json:
+        screen.print(candidates_table(ranked, local, cluster=f"{cluster.name}: two nodes, two devices each"))
+    best = ranked[0]
+    assert best.plan is not None
+    assert best.program is not None
+    assert best.timeline is not None
+    proof = verify_program(captured.blocks, best.program)
+    _say(
+        as_json,
+        f"[bold]3.[/bold] Proved [bold]{best.name}[/bold] equal to one device: {proof.num_instructions} instructions, "
+        f"{proof.num_collectives} collectives, {proof.num_messages} messages",
+    )
+    folder = store.parent
+    plan_path, picture = folder / "demo-plan.json", folder / "demo-timeline.svg"
+    save_plan(best.plan, plan_path)
+    picture.write_text(timeline_svg(best.timeline, title=f"{best.name} on {cluster.name}, simulated"))
+    trained = _train(source, plan_path, cluster.num_devices, steps)
+    predicted = local[best.name]
+    _say(
+        as_json,
+        f"[bold]4.[/bold] Trained {steps} steps on {cluster.num_devices} processes: loss {trained['losses'][0]:.3f} → "
+        f"{trained['losses'][-1]:.3f}\n\n   one step, predicted {format_seconds(predicted)}   "
+        f"measured {format_seconds(trained['step_seconds'])}   ratio {predicted / trained['step_seconds']:.2f}\n\n"
+        f"   Predicted and measured are for local processes over loopback; the table's step times are for the cluster's "
+        f"links.\n   plan: {plan_path}   timeline: {picture}",
+    )
+    document = {
+        "cluster": cluster.name,
+        "plans": [candidate_document(c) for c in ranked],
+        "best": best.name,
+        "verified": True,
+        "predicted_step_seconds": predicted,
+        "measured_step_seconds": trained["step_seconds"],
+        "losses": trained["losses"],
+    }
+    show(document, as_json=as_json)
+
+
+def _say(as_json: bool, text: str) -> None:
+    if not as_json:
+        screen.print(text)
+
+
+def _describe(captured: CapturedModel) -> str:
+    blocks, segments = captured.blocks, find_segments(captured.blocks)
+    distinct = len({segment.fingerprint for segment in segments})
+    return (
+        f"a GPT with {captured.num_parameters / 1e6:.1f} million parameters: {len(blocks.graph.ops)} operators → "
+        f"{len(blocks.blocks)} blocks → {len(segments)} segments, {distinct} of them distinct"
+    )
+
+
+def _train(model: str, plan: Path, num_processes: int, steps: int) -> dict[str, Any]:
+    from planloom.train.session import train_locally
+
+    with progress_bar(f"starting {num_processes} processes", total=steps) as bar:
+
+        def on_step(step: int, loss: float, seconds: float) -> None:
+            bar.say(f"training: step {step + 1}, loss {loss:.3f}, {format_seconds(seconds)}")
+            bar.update(step + 1, steps)
+
+        run = train_locally(model, plan, num_processes=num_processes, num_steps=steps, on_step=on_step)
+    return {"losses": list(run.losses), "step_seconds": run.step_seconds}

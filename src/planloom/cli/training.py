@@ -1,0 +1,49 @@
+"""`planloom train`: a plan on local CPU processes."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from planloom.cli.models import ModelArgument
+from planloom.cli.output import JsonOption, progress_bar, screen, show
+from planloom.cluster import format_seconds
+from planloom.plan import load_plan
+
+
+def register(app: typer.Typer) -> None:
+    example = "Example: planloom train examples/models/gpt.py:small --plan plan.json --steps 20"
+    app.command(name="train", epilog=example)(train_command)
+
+
+def train_command(
+    model: ModelArgument,
+    plan: Annotated[Path, typer.Option("--plan", help="A plan file.")],
+    steps: Annotated[int, typer.Option(min=1, help="How many steps.")] = 20,
+    learning_rate: Annotated[float, typer.Option(help="AdamW's learning rate.")] = 1e-3,
+    as_json: JsonOption = False,
+) -> None:
+    """Train a model on its example batch under a plan, on as many local CPU processes as the plan has devices.
+
+    On a cluster, start your own script with torchrun and call planloom.parallelize in it.
+    """
+    loaded = load_plan(plan)
+    num_processes = len(loaded.devices)
+    from planloom.train.session import train_locally
+
+    with progress_bar(f"starting {num_processes} processes", total=steps) as bar:
+
+        def on_step(step: int, loss: float, seconds: float) -> None:
+            bar.say(f"step {step + 1}: loss {loss:.4f}, {format_seconds(seconds)}")
+            bar.update(step + 1, steps)
+
+        run = train_locally(
+            model, plan, num_processes=num_processes, num_steps=steps, learning_rate=learning_rate, on_step=on_step
+        )
+    document = {"plan": loaded.name, "losses": list(run.losses), "step_seconds": run.step_seconds}
+    show(document, as_json=as_json)
+    if not as_json:
+        screen.print(
+            f"{loaded.name}: {steps} steps on {num_processes} processes, loss {run.losses[0]:.4f} → {run.losses[-1]:.4f}, "
+            f"{format_seconds(run.step_seconds)} a step"
+        )

@@ -1,0 +1,50 @@
+"""Pictures: a timeline as one SVG file that any browser shows."""
+
+from html import escape
+
+from planloom.cluster import format_seconds
+from planloom.simulate import Event, Timeline
+
+_WIDTH, _ROW, _LEFT, _TOP = 960, 22, 90, 40
+_COLORS = {"Forward": "#4c78a8", "Backward": "#f58518", "Update": "#54a24b", "communication": "#b279a2", "": "#bab0ac"}
+
+
+def timeline_svg(timeline: Timeline, *, title: str) -> str:
+    """Rows of compute and communication for every device, time from left to right."""
+    rows = [(device, stream) for device in timeline.devices for stream in ("compute", "communication")]
+    scale = (_WIDTH - _LEFT - 20) / max(timeline.step_seconds, 1e-12)
+    height = _TOP + len(rows) * _ROW + 50
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" font-family="sans-serif">',
+        '<rect width="100%" height="100%" fill="white"/>',
+        f'<text x="{_LEFT}" y="24" font-size="15">{escape(title)}</text>',
+    ]
+    for i, (device, stream) in enumerate(rows):
+        y = _TOP + i * _ROW
+        if stream == "compute":
+            parts.append(f'<text x="8" y="{y + 27}" font-size="12">device {device}</text>')
+        for event in timeline.events:
+            if (event.device, event.stream) == (device, stream):
+                parts.append(_bar(event, y, scale))
+    y = _TOP + len(rows) * _ROW + 8
+    parts.append(f'<line x1="{_LEFT}" y1="{y}" x2="{_WIDTH - 20}" y2="{y}" stroke="#888"/>')
+    for i in range(6):
+        x, seconds = _LEFT + i * (_WIDTH - _LEFT - 20) / 5, timeline.step_seconds * i / 5
+        parts.append(f'<text x="{x:.0f}" y="{y + 16}" font-size="11" text-anchor="middle">{format_seconds(seconds)}</text>')
+    for i, (name, color) in enumerate((n, c) for n, c in _COLORS.items() if n):
+        x = _LEFT + i * 140
+        parts.append(f'<rect x="{x}" y="{y + 24}" width="12" height="12" fill="{color}"/>')
+        parts.append(f'<text x="{x + 18}" y="{y + 34}" font-size="12">{name.lower()}</text>')
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _bar(event: Event, y: float, scale: float) -> str:
+    key = event.name.split()[0] if event.stream == "compute" else "communication"
+    color = _COLORS.get(key, _COLORS[""])
+    x, width = _LEFT + event.start_seconds * scale, max(0.4, (event.stop_seconds - event.start_seconds) * scale)
+    micro = f", micro-batch {event.micro}" if event.micro >= 0 else ""
+    hint = escape(f"{event.name}{micro}: {format_seconds(event.stop_seconds - event.start_seconds)}")
+    return (
+        f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_ROW - 4}" fill="{color}" stroke="white" '
+        f'stroke-width="0.3"><title>{hint}</title></rect>'
+    )
