@@ -1,8 +1,8 @@
 """Corruptions of a program: each changes one random place in the bodies of all stages, or returns None where it cannot.
 
-A corruption may happen to be neutral (ranks swapped in a sum, copies of a box that nobody reads): what it does to the meaning is
-the oracle's to say. `FAMILIES` groups them as the errors that a planner could make. `respell` is no corruption: it
-writes collectives in longer ways that mean the same, so that every kind of step occurs.
+A corruption may happen to be neutral (ranks swapped in a sum, copies of a box that nobody reads): what it does to the
+meaning is the oracle's to say. `FAMILIES` groups them as the errors that a planner could make. `respell` is no
+corruption: it writes collectives in longer ways that mean the same, so that every kind of step occurs.
 """
 
 from collections.abc import Callable, Sequence

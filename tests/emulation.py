@@ -3,14 +3,19 @@
 It shares nothing with the verifier and nothing with the wire; only the local functions of runs are the runtime's own. A
 program means what this computes, in the worst of the orders that the program allows:
 
-- communication reads its source as late as it may, when it is awaited; what was overwritten by then is NaN, and what was
+- communication reads its source as late as it may, when it is awaited; what was overwritten by then is NaN, and what
+was
   freed is NaN for a send (a collective owns its source once it has started);
-- a receive is awaited only when no other stage can go on, and a send ends only when its receive has started (rendezvous);
+- a receive is awaited only when no other stage can go on, and a send ends only when its receive has started
+(rendezvous);
 - what arrives cannot be read before its wait;
 - messages from one device to another on one channel meet in their order, first in, first out;
 - a parameter that is gathered for each use has one storage: what a run saved for its backward is NaN while it is freed.
 
-Programs that read what is not there, or that cannot go on, raise `Broken`.
+Two values belong to the meaning though results may not depend on them in exact arithmetic: a statistic that a run is
+given (a softmax is the same for any maximum that its devices agree on), and a gathered parameter during a backward
+(the cotangents of a sum do not depend on its summands). Programs that read what is not there, or that cannot go on,
+raise `Broken`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -104,7 +109,8 @@ class Emulation:
         self.blocks, self.program, self.buffers, self.lr = blocks, program, buffers, lr
         self._local_runs = {} if local_runs is None else local_runs
         self._memory: dict[int, dict[Place, _Cell]] = {device: {} for device in program.devices}
-        self._saved: dict[tuple[int, int, int], RunVjp] = {}
+        self._saved: dict[tuple[int, int, int], tuple[RunVjp, list[Buffer]]] = {}
+        self._given_to_runs: dict[tuple[str, int, str], Tensor] = {}
         self._in_flight: dict[tuple[int, Place], list[_InFlight]] = {}
         self._exchanges: dict[tuple[str, int], _Exchange] = {}
         self._gradients: dict[int, dict[str, Tensor]] = {device: {} for device in program.devices}
@@ -126,6 +132,7 @@ class Emulation:
         """One step on the global batch."""
         self._given = compute_given(self.blocks.graph, {**batch, **self.buffers}, torch.device("cpu"))
         self._exchanges.clear()
+        self._given_to_runs.clear()
         scripts = [
             [(i, call.micro) for call in stage.calls for i in stage.bodies[call.body]] for stage in self.program.stages
         ]
@@ -137,8 +144,8 @@ class Emulation:
             raise Broken("something is never awaited")
 
     def results(self) -> dict[tuple[str, int, str], Tensor]:
-        """(loss | gradient | parameter, device, parameter's name) → the device's piece; what is not there is left out."""
-        found = {}
+        """(kind, device, name) → a device's loss, gradients, new parameters and what its runs were given, as far as there."""
+        found = dict(self._given_to_runs)
         for stage in self.program.stages:
             for device in stage.mesh.devices:
                 if (stage.loss, -1) in self._memory[device]:
@@ -246,14 +253,21 @@ class Emulation:
         match instruction:
             case Forward(run=run, inputs=inputs, outputs=outputs):
                 local, values = self._local_run(s, device, run), [get(buffer) for buffer in inputs]
+                for slot, value in zip(self.program.runs[run].inputs, values, strict=True):
+                    if slot.cotangent is None:
+                        self._given_to_runs["statistic", device, f"{slot.tensor} in run {run} of {micro}"] = value
                 vjp = _checked(lambda: RunVjp(local, values, self._given, micro))
-                self._saved[device, run, micro] = vjp
+                self._saved[device, run, micro] = vjp, [buffer for buffer in inputs if buffer in self._gathers]
                 for buffer, value in zip(outputs, vjp.take_outputs(), strict=True):
                     put(buffer, value)
             case Backward(run=run, cotangents=cotangents, outputs=outputs):
                 if (device, run, micro) not in self._saved:
                     raise Broken(f"run {run} has nothing saved on {device}")
-                vjp, given = self._saved.pop((device, run, micro)), [None if b is None else get(b) for b in cotangents]
+                given = [None if buffer is None else get(buffer) for buffer in cotangents]
+                vjp, gathered = self._saved.pop((device, run, micro))
+                for buffer in gathered:
+                    value = self._gathered[device, buffer].clone()
+                    self._given_to_runs["gathered", device, f"{buffer} in the backward of run {run} of {micro}"] = value
                 for buffer, value in zip(outputs, _checked(lambda: vjp.backward(given)), strict=True):
                     if buffer is not None:
                         assert value is not None

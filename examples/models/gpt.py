@@ -1,6 +1,6 @@
 """A small GPT: fused queries, keys and values, grouped queries, tied embeddings. Plain PyTorch, nothing of Planloom.
 
-    planloom plan examples/models/gpt.py:small --cluster two-by-two
+planloom plan examples/models/gpt.py:small --cluster two-by-two
 """
 
 from dataclasses import dataclass

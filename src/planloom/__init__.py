@@ -1,9 +1,9 @@
 """Planloom: from an unchanged PyTorch model and a cluster to the fastest plan, proven correct and run under torchrun.
 
-    plan = planloom.load_plan("plan.json")
-    trainer = planloom.parallelize(model, plan, optimizer=functools.partial(torch.optim.AdamW, lr=3e-4))
-    for batch in batches:
-        loss = trainer.step(batch)
+plan = planloom.load_plan("plan.json")
+trainer = planloom.parallelize(model, plan, optimizer=functools.partial(torch.optim.AdamW, lr=3e-4))
+for batch in batches:
+    loss = trainer.step(batch)
 """
 
 from importlib import import_module

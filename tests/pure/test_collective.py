@@ -13,7 +13,8 @@ from planloom.errors import LayoutError
 from planloom.layout import Combine, Layout, Mesh
 from tests.pure.meshes import layouts, meshes
 
-# --- an oracle: what every kind of step does, from the table in collective/steps.py -------------------------------------
+# --- an oracle: what every kind of step does, from the table in collective/steps.py
+-------------------------------------
 
 Array = np.ndarray
 Pieces = dict[int, Array]
@@ -110,7 +111,8 @@ def test_programs_make_the_pieces_of_the_target(
     require_layout(pieces, tensor, target, mesh)
 
 
-# --- the cheapest programs of well-known changes ------------------------------------------------------------------------
+# --- the cheapest programs of well-known changes
+------------------------------------------------------------------------
 
 MESH = Mesh.of((3, 0, 2, 1), a=2, b=2)
 A, B = MESH.digits
@@ -186,7 +188,8 @@ def test_free_changes_send_nothing() -> None:
         assert all(step.is_local for step in change_layout(WHOLE, target, MESH, SIZES))
 
 
-# --- prices --------------------------------------------------------------------------------------------------------------
+# --- prices
+--------------------------------------------------------------------------------------------------------------
 
 
 def test_the_price_decides() -> None:
@@ -239,7 +242,8 @@ def test_no_program_costs_more_than_going_through_the_whole_tensor(
     assert cost(source, change_layout(source, target, mesh, sizes)) <= through * (1 + 1e-12)
 
 
-# --- what cannot be changed ----------------------------------------------------------------------------------------------
+# --- what cannot be changed
+----------------------------------------------------------------------------------------------
 
 
 def test_a_partial_maximum_does_not_become_a_partial_sum() -> None:

@@ -4,7 +4,8 @@ Two factors are one class if an operator of the block names them alike or a tens
 next. A class is a *dim* of the block if splitting it is legal: walk the operators in order with one state a tensor,
 S(i) (factor i is split), P (partial) or R (replicated):
 
-- an operator that has the split factor must have exactly one such, not fixed; all its other inputs are R, and its output
+- an operator that has the split factor must have exactly one such, not fixed; all its other inputs are R, and its
+output
   is S where it keeps the factor and P where it contracts it;
 - an operator without it passes R; it passes P only where it is linear in exactly the partial inputs;
 - every output of the block must be S or P: a replicated output of a split block would need a partial cotangent.
@@ -23,7 +24,7 @@ Factor = tuple[int, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockDim:
-    """A splittable dim: `shards` the tensors that have it and at which factor, `partials` those that it leaves partial."""
+    """A splittable dim: which tensors have it, at which factor (`shards`), and which it leaves partial (`partials`)."""
 
     name: str
     size: int
@@ -127,12 +128,8 @@ def flow_labels(graph: Graph) -> dict[tuple[str, int], str]:
     """`batch` and `sequence`: the first and second dim of the inputs, followed through the operators."""
     labels: dict[tuple[str, int], str] = {}
     for name in graph.inputs:
-        tensor, position = graph.tensors[name], 0
-        for dim, factors in enumerate(tensor.factors):
-            for _ in factors:
-                if dim < 2:
-                    labels[name, position] = ("batch", "sequence")[dim]
-                position += 1
+        dims = [dim for dim, factors in enumerate(graph.tensors[name].factors) for _ in factors]
+        labels.update({(name, i): ("batch", "sequence")[dim] for i, dim in enumerate(dims) if dim < 2})
     for op in graph.ops:
         words: dict[str, str] = {}
         pairs = terms(op)

@@ -2,7 +2,8 @@
 
 A block is a convex group of operators in which every dim touches every contraction. Operators are visited in order:
 
-- a contraction with a parameter (a linear map, an embedding) is a block of its own: a layout can change before and after
+- a contraction with a parameter (a linear map, an embedding) is a block of its own: a layout can change before and
+after
   it (2-D tensor parallel needs it after, sequence parallel before);
 - a view joins the block of its producer where no dim of that block is lost, else it counts as pointwise;
 - pointwise operators and reductions join all *open* blocks of their producers: those whose contractions, if any, are
@@ -107,8 +108,7 @@ class _Grouping:
         return self.members[self.group_of[index]]
 
     def _producer_groups(self, index: int) -> list[int]:
-        made = (self.graph.producer.get(name) for name in self.graph.ops[index].inputs)
-        return list(dict.fromkeys(self.group_of[i] for i in made if i is not None))
+        return list(dict.fromkeys(self.group_of[i] for i in self._sources(index)))
 
     def _merge(self, group: int, index: int) -> None:
         absorbed = self.group_of[index]
@@ -137,46 +137,29 @@ class _Grouping:
     def _descendants(self, sources: Iterable[int], within: set[int]) -> set[int]:
         reached = set(sources)
         for index in sorted(within):
-            made = (self.graph.producer.get(name) for name in self.graph.ops[index].inputs)
-            if any(i in reached for i in made):
+            if any(i in reached for i in self._sources(index)):
                 reached.add(index)
         return reached - set(sources)
 
     def _is_convex(self, members: list[int]) -> bool:
-        """No path leaves the group and returns to it."""
-        inside, left = set(members), set()
-        for index in range(min(members), max(members) + 1):
-            made = [self.graph.producer.get(name) for name in self.graph.ops[index].inputs]
-            behind = any(i in left for i in made)
-            if index in inside:
-                if behind:
-                    return False
-            elif behind or any(i in inside for i in made):
-                left.add(index)
-        # groups outside must stay acyclic with the merged one: whole groups on a path count as outside, too
-        return not self._group_path(inside)
-
-    def _group_path(self, inside: set[int]) -> bool:
-        """Is there a path from the group to itself through other groups, taken as wholes?"""
-        pending = {self.group_of[i] for i in inside}
-        reached: set[int] = set()
-        low, high = min(inside), max(inside)
+        """No path leaves these operators and returns to them, other groups taken as wholes."""
+        inside, reached = set(members), set()
         changed = True
         while changed:
             changed = False
-            for index in range(low, high + 1):
+            for index in range(min(inside), max(inside) + 1):
                 group = self.group_of[index]
-                if index in inside or group in reached or group in pending:
-                    continue
-                made = [self.graph.producer.get(name) for name in self.graph.ops[index].inputs]
-                if any(i is not None and (i in inside or self.group_of[i] in reached) for i in made):
-                    reached.add(group)
-                    changed = True
-        for index in inside:
-            made = (self.graph.producer.get(name) for name in self.graph.ops[index].inputs)
-            if any(i is not None and self.group_of[i] in reached for i in made):
-                return True
-        return False
+                if index not in inside and group not in reached:
+                    sources = self._sources(index)
+                    if any(i in inside or self.group_of[i] in reached for i in sources):
+                        reached.add(group)
+                        changed = True
+        return not any(self.group_of[i] in reached for index in inside for i in self._sources(index))
+
+    def _sources(self, index: int) -> list[int]:
+        """The operators that make the inputs of one."""
+        made = self.graph.producer
+        return [made[name] for name in self.graph.ops[index].inputs if name in made]
 
     def _keeps_dims(self, members: list[int]) -> bool:
         """Every legal factor of every contraction is a legal class of the whole, and touches every contraction."""
@@ -195,13 +178,14 @@ class _Grouping:
     def ordered_groups(self) -> list[list[int]]:
         """The groups in an order in which producers come first; ties by first operator."""
         waiting = {
-            group: {self.group_of[self.graph.producer[n]] for i in members for n in self.graph.ops[i].inputs
-                    if n in self.graph.producer} - {group}
+            group: {self.group_of[i] for index in members for i in self._sources(index)} - {group}
             for group, members in self.members.items()
-        }  # fmt: skip
+        }
         order: list[list[int]] = []
         while waiting:
-            ready = min((g for g, needs in waiting.items() if not needs & waiting.keys()), key=lambda g: self.members[g][0])
+            ready = min(
+                (g for g, needs in waiting.items() if not needs & waiting.keys()), key=lambda g: self.members[g][0]
+            )
             order.append(self.members[ready])
             del waiting[ready]
         return order

@@ -12,7 +12,6 @@ import msgspec
 from planloom.blocks.grouping import Block, BlockGraph
 from planloom.graph.values import is_reference
 
-
 # Shorter repetitions (two equal maps side by side) are not layers.
 _SHORTEST_PERIOD = 4
 
@@ -28,7 +27,8 @@ class Segment:
 
 def block_fingerprint(blocks: BlockGraph, block: Block) -> str:
     """A digest of what the block computes, without names."""
-    graph, numbers = blocks.graph, {}
+    graph = blocks.graph
+    numbers: dict[str, int] = {}
 
     def number(tensor: str) -> int:
         return numbers.setdefault(tensor, len(numbers))

@@ -1,8 +1,8 @@
 """Capture: `nn.Module` + example batch → `Graph`.
 
-The stages, in order: export (torch), translate (nodes → operators, identities dropped, tuples flattened), expand (norms,
-losses and biases into forms that can be split), separate what depends on inputs alone, attach rules, agree on factors.
-Nothing is computed: tensors are fake, and a model on the `meta` device is captured as well as one in memory.
+The stages, in order: export (torch), translate (nodes → operators, identities dropped, tuples flattened), expand
+(norms, losses and biases into forms that can be split), separate what depends on inputs alone, attach rules, agree on
+factors. Nothing is computed: tensors are fake, and a model on the `meta` device is captured as well as one in memory.
 """
 
 import warnings

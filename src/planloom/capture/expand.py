@@ -7,7 +7,8 @@
 | cross_entropy_loss (mean) | maximum, sum of exponentials, picked logit; weighted sum over the tokens    |
 
 The blocks see the expanded form; a run that holds all operators of an expansion computes the original. The mean of a
-loss divides by the number of labels in the whole batch, which depends on inputs alone: it becomes a `given` weight a token.
+loss divides by the number of labels in the whole batch, which depends on inputs alone: it becomes a `given` weight a
+token.
 """
 
 from dataclasses import replace

@@ -6,7 +6,7 @@ An operator without a rule is an error, never a guess.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from typing import Any
 
 import torch
 
@@ -92,9 +92,7 @@ def _view(text: str, call: Call, *, rewrite: str = "none", sizes: dict[str, int]
 def _reshape(call: Call) -> Rule:
     """Regroup: cut both shapes at the sizes that they have in common, then into common factors."""
     before, after, sizes = _regroup(call.inputs[0], call.output)
-    return Rule(
-        inputs=(before,), outputs=(after,), sizes=sizes, linear=((0,),), kind="view", rewrite="shape"
-    )
+    return Rule(inputs=(before,), outputs=(after,), sizes=sizes, linear=((0,),), kind="view", rewrite="shape")
 
 
 def _regroup(before: Shape, after: Shape) -> tuple[Term, Term, dict[str, int]]:
@@ -139,9 +137,7 @@ def _permute(call: Call) -> Rule:
     else:
         i, j = (args[1] % rank, args[2] % rank) if len(args) > 2 else (0, 1)
         order[i], order[j] = order[j], order[i]
-    return _view(
-        " ".join(f"d{i}" for i in range(rank)) + " -> " + " ".join(f"d{i}" for i in order), call
-    )
+    return _view(" ".join(f"d{i}" for i in range(rank)) + " -> " + " ".join(f"d{i}" for i in order), call)
 
 
 @_rule("aten.unsqueeze.default", "aten.squeeze.dim", "aten.squeeze.dims")
@@ -201,7 +197,7 @@ def _cat(call: Call) -> Rule:
     return notate(text, *call.shapes, sizes=sizes, linear=linear, kind="pointwise")
 
 
-def _reduction(call: Call, dims: Sequence[int], **fields: object) -> Rule:
+def _reduction(call: Call, dims: Sequence[int], **fields: Any) -> Rule:
     shape = call.inputs[0]
     dims = [d % len(shape) for d in dims] or list(range(len(shape)))
     names = [f"d{i}" for i in range(len(shape))]
@@ -224,9 +220,7 @@ def _statistic_max(call: Call) -> Rule:
 
 @_rule("planloom.pick")
 def _pick(call: Call) -> Rule:
-    return notate(
-        "token vocab, token -> token", *call.shapes, linear=((0,),), kind="contraction", rewrite="one_hot"
-    )
+    return notate("token vocab, token -> token", *call.shapes, linear=((0,),), kind="contraction", rewrite="one_hot")
 
 
 @_rule("aten.linear.default")
@@ -236,9 +230,7 @@ def _linear(call: Call) -> Rule:
 
 @_rule("aten.embedding.default")
 def _embedding(call: Call) -> Rule:
-    return notate(
-        "vocab out, ... -> ... out", *call.shapes, linear=((0,),), kind="contraction", rewrite="one_hot"
-    )
+    return notate("vocab out, ... -> ... out", *call.shapes, linear=((0,),), kind="contraction", rewrite="one_hot")
 
 
 @_rule("aten.scaled_dot_product_attention.default")
@@ -262,5 +254,3 @@ def _attention(call: Call) -> Rule:
         text += ", " + " ".join(mask)
     sizes = {"heads": key[1], "group": query[1] // key[1], "batch": query[0]}
     return notate(f"{text} -> batch (heads group) query! value!", *call.shapes, sizes=sizes, kind="contraction")
-
-

@@ -85,11 +85,12 @@ class _Translator:
         if target in ("aten.split_with_sizes.default", "aten.split.Tensor", "aten.chunk.default"):
             self._split(node)
             return
-        if "getitem" in target and node.args[0].name in self.pieces:  # type: ignore[union-attr]
-            self.names[node.name] = self.pieces[node.args[0].name][node.args[1]]  # type: ignore[union-attr,index]
+        first = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+        if first is not None and first.name in self.pieces:  # getitem
+            self.names[node.name] = self.pieces[first.name][int(str(node.args[1]))]
             return
-        if target == "aten.alias.default" or self._is_idle(node, target):
-            self.names[node.name] = self.names[node.args[0].name]  # type: ignore[union-attr]
+        if first is not None and (target == "aten.alias.default" or self._is_idle(node, target)):
+            self.names[node.name] = self.names[first.name]
             return
         if not isinstance(node.meta.get("val"), torch.Tensor):
             raise CaptureError(
@@ -124,9 +125,7 @@ class _Translator:
             start = stop
         self.pieces[node.name] = names
 
-    def _emit(
-        self, node: fx.Node, name: str, target: str, args: list[Arg], kwargs: dict[str, Arg], value: Any
-    ) -> None:
+    def _emit(self, node: fx.Node, name: str, target: str, args: list[Arg], kwargs: dict[str, Arg], value: Any) -> None:
         self._add_tensor(name, value)
         self.names[name] = name
         inputs = tuple(referenced([args, kwargs]))

@@ -2,16 +2,13 @@
 
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from planloom.blocks import BlockGraph, find_blocks, find_segments
 from planloom.cli.output import JsonOption, progress_bar, show
 from planloom.report import blocks_table
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 ModelArgument = Annotated[str, typer.Argument(help="path/to/file.py:factory, where factory() returns (model, batch).")]
 
@@ -21,7 +18,6 @@ class CapturedModel:
     """A model named on the command line, captured."""
 
     blocks: BlockGraph
-    batch: "dict[str, Tensor]"
     spec: dict[str, tuple[tuple[int, ...], str]]
 
     @property
@@ -36,7 +32,7 @@ def capture_model(source: str) -> CapturedModel:
         from planloom.capture import batch_spec, capture, load_model
 
         model, batch = load_model(source)
-        return CapturedModel(blocks=find_blocks(capture(model, batch)), batch=batch, spec=batch_spec(batch))
+        return CapturedModel(blocks=find_blocks(capture(model, batch)), spec=batch_spec(batch))
 
 
 def register(app: typer.Typer) -> None:

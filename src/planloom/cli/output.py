@@ -29,7 +29,13 @@ def show(document: dict[str, Any], *tables: RenderableType, as_json: bool) -> No
 @contextmanager
 def progress_bar(text: str, *, total: int | None = None) -> Iterator["Bar"]:
     """A progress bar on standard error, gone when done; a spinner where the total is not known."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=messages, transient=True) as progress:
         yield Bar(progress, text, total)
 

@@ -81,7 +81,9 @@ def find_candidates(captured: CapturedModel, cluster: Cluster, named: str | None
         return (Candidate(name=plan.name, plan=plan, program=program),)
 
 
-def measure_candidates(model: str, candidates: Sequence[Candidate], store: Path, num_processes: int) -> dict[str, float]:
+def measure_candidates(
+    model: str, candidates: Sequence[Candidate], store: Path, num_processes: int
+) -> dict[str, float]:
     """Measure what the candidates use and the store lacks; all measured prices."""
     from planloom.profile import local_store, profile_locally
 

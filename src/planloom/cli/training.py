@@ -44,6 +44,6 @@ def train_command(
     show(document, as_json=as_json)
     if not as_json:
         screen.print(
-            f"{loaded.name}: {steps} steps on {num_processes} processes, loss {run.losses[0]:.4f} → {run.losses[-1]:.4f}, "
-            f"{format_seconds(run.step_seconds)} a step"
+            f"{loaded.name}: {steps} steps on {num_processes} processes, {format_seconds(run.step_seconds)} a step, "
+            f"loss {run.losses[0]:.4f} → {run.losses[-1]:.4f}"
         )

@@ -1,6 +1,7 @@
 """Keys of measured prices: what must be equal for two measurements to be of the same thing.
 
-A run is known by its operators, local shapes and dtypes: the runs of equal layers share one key, whichever plan they are in.
+A run is known by its operators, local shapes and dtypes: the runs of equal layers share one key, whichever plan they
+are in.
 """
 
 import hashlib

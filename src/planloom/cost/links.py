@@ -1,7 +1,8 @@
 """Seconds of a set of messages that travel at once: latency, and the load of the most loaded link over its bandwidth.
 
-A message between two devices uses the link of the outermost level at which they differ. Where the members of that level share
-one uplink, all their devices' bytes add up on it; else every device has its own (P2's contention, without routes).
+A message between two devices uses the link of the outermost level at which they differ. Where the members of that
+level share one uplink, all their devices' bytes add up on it; else every device has its own (P2's contention, without
+routes).
 """
 
 from collections.abc import Iterable
@@ -34,7 +35,7 @@ def routed_seconds(cluster: Cluster, messages: Iterable[Message], num_rounds: in
 
 
 def step_messages(step: Step, num_bytes: float) -> tuple[list[Message], int]:
-    """The messages of a collective by ring or direct exchange, and its number of rounds; `num_bytes` a device before."""
+    """The messages of a collective by ring or direct exchange, and its rounds; `num_bytes` in each array before."""
     n = step.group_size
     messages: list[Message] = []
     if step.kind in ("all_reduce", "all_gather"):

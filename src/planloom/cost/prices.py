@@ -5,6 +5,7 @@ Nothing unknown is priced at zero: what has neither a measurement nor a model is
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import prod
 from typing import Literal
 
@@ -93,7 +94,7 @@ class Prices:
         points = sorted((int(k.removeprefix(prefix)), s) for k, s in self.measured.items() if k.startswith(prefix))
         if len(points) < 2:
             return None
-        for (low, a), (high, b) in zip(points, points[1:], strict=False):
+        for (low, a), (high, b) in pairwise(points):
             if num_bytes <= high or high == points[-1][0]:
                 return max(min(a, b) if num_bytes < low else 0.0, a + (b - a) * (num_bytes - low) / (high - low))
         return None

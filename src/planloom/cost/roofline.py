@@ -1,7 +1,7 @@
 """Modelled seconds of a run's local work: a roofline over its operators.
 
-A contraction takes flops over the device's rate, or bytes over its memory bandwidth if that is longer; all other operators take
-their bytes. The backward of a contraction is two contractions.
+A contraction takes flops over the device's rate, or bytes over its memory bandwidth if that is longer; all other
+operators take their bytes. The backward of a contraction is two contractions.
 """
 
 from math import prod
@@ -17,6 +17,7 @@ from planloom.program import BlockPiece, Program, Run, piece_of
 # Median share of the peak rate that large bf16 products reach on A100, H100 and H200: 0.793, 0.779, 0.783
 # (column large_gemm_median_frac_of_peak of hardware.csv, from ai-dynamo/aiconfigurator@095f58a).
 MATMUL_EFFICIENCY = 0.78
+
 
 def run_seconds(blocks: BlockGraph, program: Program, run: Run, phase: Phase, device: Device) -> float:
     """Modelled seconds of one phase of a run on one device."""

@@ -1,4 +1,7 @@
-"""The store of measured prices: SQLite, safe for several processes, keyed by what was measured, where, and with which software."""
+"""The store of measured prices: SQLite, safe for several processes.
+
+A price is keyed by what was measured, on which device and with which software.
+"""
 
 import sqlite3
 from collections.abc import Mapping

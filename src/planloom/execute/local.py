@@ -1,8 +1,8 @@
 """A run as a function of one device's local tensors.
 
-The run's operators are prepared once: shape arguments become those of the piece, means divide by the whole size, one-hot
-contractions get the piece's offset, and expansions of which the run holds every part become their original operator again.
-What is left at call time is a list of callables over a table of values, each freed after its last use.
+The run's operators are prepared once: shape arguments become those of the piece, means divide by the whole size,
+one-hot contractions get the piece's offset, and expansions of which the run holds every part become their original
+operator again. What is left at call time is a list of callables over a table of values, each freed after its last use.
 """
 
 from collections.abc import Callable, Mapping, Sequence

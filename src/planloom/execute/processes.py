@@ -1,7 +1,7 @@
 """Local processes under `torchrun`: start them, hear what they report, and say which one failed.
 
-Workers report events as JSON lines behind a mark on standard output; errors of the user's making are reported the same way by
-every rank, and torchrun's own summary names the rank that failed first.
+Workers report events as JSON lines behind a mark on standard output; errors of the user's making are reported the same
+way by every rank, and torchrun's own summary names the rank that failed first.
 """
 
 import json
@@ -35,7 +35,9 @@ def reporting_errors(rank: int) -> Iterator[None]:
         sys.exit(2)
 
 
-def run_workers(module: str, arguments: list[str], num_processes: int, on_event: Callable[[dict[str, Any]], None]) -> None:
+def run_workers(
+    module: str, arguments: list[str], num_processes: int, on_event: Callable[[dict[str, Any]], None]
+) -> None:
     """Run `python -m module …` on local processes until all end; a failure is a `TrainingError` that names the rank."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
     command += ["-m", module, *arguments]

@@ -1,8 +1,9 @@
 """The forward of a run with what its backward needs, and nothing more.
 
-Between forward and backward a run holds gradient edges, not its boundary tensors: inputs enter through an identity whose only
-differentiable argument is a dummy leaf, so no accumulator keeps them alive, and outputs are remembered by their edge.
-Cotangents are made contiguous before they leave: autograd may return the same tensor twice, or one with zero strides.
+Between forward and backward a run holds gradient edges, not its boundary tensors: inputs enter through an identity
+whose only differentiable argument is a dummy leaf, so no accumulator keeps them alive, and outputs are remembered by
+their edge. Cotangents are made contiguous before they leave: autograd may return the same tensor twice, or one with
+zero strides.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,9 +1,9 @@
 """Collective programs and exchanges on `torch.distributed`.
 
-torch sorts the ranks of a group, and a layout's order is a tuple: the wire keeps one process group a set of ranks and permutes pieces
-into the order that the program gives. Reduce-scatter is an all-to-all and a local sum, because gloo's own is an all-reduce
-and a chunk, twice the bytes. A collective never writes into a tensor that a run produced: gloo's writes do not bump
-versions, and autograd would not notice.
+torch sorts the ranks of a group, and a layout's order is a tuple: the wire keeps one process group a set of ranks and
+permutes pieces into the order that the program gives. Reduce-scatter is an all-to-all and a local sum, because gloo's
+own is an all-reduce and a chunk, twice the bytes. A collective never writes into a tensor that a run produced: gloo's
+writes do not bump versions, and autograd would not notice.
 """
 
 from collections.abc import Callable, Iterable
@@ -151,5 +151,3 @@ def _narrow(array: Tensor, box: Box) -> Tensor:
     for i, (start, stop) in enumerate(box):
         array = array.narrow(i, start, stop - start)
     return array
-
-

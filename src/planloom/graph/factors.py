@@ -1,13 +1,14 @@
 """Common factors: cut every dim of every tensor so that all operators that touch it agree on its factors.
 
-Each rule names the factors that its own operator sees: a linear map sees `out` of size 64, the view behind it
-`(heads size)` = 4 × 16. A *cut* of a dim of size n is a number c that divides n: the size of a trailing part of it. Cuts
+Each rule names the factors that its own operator sees: a linear map sees `out` of size 64, the view behind it `(heads
+size)` = 4 × 16. A *cut* of a dim of size n is a number c that divides n: the size of a trailing part of it. Cuts
 travel between a tensor's dims and the factors of the operators around it until nothing changes; the ratios of
 consecutive cuts are then the factors, and rules are rewritten in them (`out` becomes `out.0 out.1`).
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from math import prod
 
 from planloom.errors import CaptureError
@@ -65,7 +66,7 @@ def _exchange_cuts(op: Op, factor_cuts: dict[str, Cuts], dim_cuts: dict[tuple[st
 
 def _require_chain(op: Op, tensor: str, dim: int, cuts: Cuts) -> None:
     ordered = sorted(cuts)
-    if any(large % small for small, large in zip(ordered, ordered[1:], strict=False)):
+    if any(large % small for small, large in pairwise(ordered)):
         raise CaptureError(
             f"dim {dim} of {tensor} is regrouped in two ways that have no common factors",
             given=f"trailing sizes {ordered}, last at {op.target} ({op.name}) in {op.module or 'the model'}",
@@ -76,11 +77,13 @@ def _require_chain(op: Op, tensor: str, dim: int, cuts: Cuts) -> None:
 
 def _sizes(cuts: Cuts) -> tuple[int, ...]:
     ordered = sorted(cuts, reverse=True)
-    return tuple(large // small for large, small in zip(ordered, ordered[1:], strict=False))
+    return tuple(large // small for large, small in pairwise(ordered))
 
 
 def _rewrite(op: Op, factor_cuts: dict[str, Cuts]) -> Rule:
-    rule, parts, sizes = _rule(op), {}, {}
+    rule = _rule(op)
+    parts: dict[str, tuple[str, ...]] = {}
+    sizes: dict[str, int] = {}
     for name, cuts in factor_cuts.items():
         split = _sizes(cuts)
         parts[name] = (name,) if len(split) == 1 else tuple(f"{name}.{i}" for i in range(len(split)))

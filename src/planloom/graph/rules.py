@@ -1,21 +1,22 @@
 """The notation of dimension rules.
 
-A rule says of an operator which factors of its inputs and outputs are the same, which are contracted and leave a partial
-result, and which cannot be split:
+A rule says of an operator which factors of its inputs and outputs are the same, which are contracted and leave a
+partial result, and which cannot be split:
 
     ... in, out in -> ... out              a linear map: `in` is contracted, all others are kept
     batch heads query! size!, … -> …       `!`: this factor cannot be split
     vocab hidden, ... -> ... hidden        an embedding: a one-hot contraction over `vocab`
     (heads size) -> heads size             a view: one dim is a product of two factors
 
-`...` stands for the leading dims that the named ones leave over, right-aligned between inputs as in broadcasting. A dim of size one has no factors. A factor
-that an output lacks is contracted: split over an axis it leaves a partial result, to be combined by `combine`.
+`...` stands for the leading dims that the named ones leave over, right-aligned between inputs as in broadcasting. A
+dim of size one has no factors. A factor that an output lacks is contracted: split over an axis it leaves a partial
+result, to be combined by `combine`.
 """
 
 import re
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 from planloom.layout import Combine
 
@@ -67,7 +68,7 @@ def flat(term: Term) -> tuple[str, ...]:
     return tuple(name for names in term for name in names)
 
 
-def notate(text: str, *shapes: tuple[int, ...], sizes: dict[str, int] | None = None, **fields: object) -> Rule:
+def notate(text: str, *shapes: tuple[int, ...], sizes: dict[str, int] | None = None, **fields: Any) -> Rule:
     """A rule from its notation and the shapes of the inputs and outputs, in order.
 
     `sizes` gives the sizes of factors that shapes alone leave open, as in `(heads size)`.
@@ -81,7 +82,7 @@ def notate(text: str, *shapes: tuple[int, ...], sizes: dict[str, int] | None = N
         outputs=tuple(terms[len(left) :]),
         sizes={name: size for name, size in known.items() if name in used},
         fixed=tuple(sorted(fixed & used)),
-        **fields,  # type: ignore[arg-type]
+        **fields,
     )
 
 

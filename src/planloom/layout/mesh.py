@@ -55,7 +55,7 @@ class Mesh:
         if prod(axis.size for axis in self.axes) != len(self.devices):
             raise LayoutError(
                 "the axes of a mesh do not fill its devices",
-                given=f"axes {({a.name: a.size for a in self.axes})} on {len(self.devices)} devices {self.devices}",
+                given=f"axes { ({a.name: a.size for a in self.axes}) } on {len(self.devices)} devices {self.devices}",
                 required="the product of the axis sizes equals the number of devices",
                 todo="change an axis size, or give the mesh as many devices as that product",
             )
@@ -98,6 +98,4 @@ class Mesh:
                 for point in product(*(range(d.size) for d in over))
             ]
 
-        return tuple(
-            tuple(self.devices[base + offset] for offset in positions(digits)) for base in positions(fixed)
-        )
+        return tuple(tuple(self.devices[base + offset] for offset in positions(digits)) for base in positions(fixed))

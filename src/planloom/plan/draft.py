@@ -153,7 +153,7 @@ class Draft:
             if dim.size % pieces:
                 raise PlanError(
                     f"the batch does not divide: block {block.name}",
-                    given=f"a global batch of {dim.size} over {self.num_micro_batches} micro-batches × {axes or 'no axis'}",
+                    given=f"batch {dim.size} over {self.num_micro_batches} micro-batches × axes {axes or 'none'}",
                     required=f"a multiple of {pieces}",
                     todo="change the global batch, the number of micro-batches or the axis",
                 )

@@ -1,7 +1,7 @@
 """Named plans: each a few lines of split, assign and order.
 
-A named plan is written `dp=2,tp=2,sequence,vocab,zero1,pp=2,micro=4,1f1b`: degrees of data, tensor (one or two axes) and
-pipeline parallelism with their switches. `library` lists the combinations that a number of devices allows.
+A named plan is written `dp=2,tp=2,sequence,vocab,zero1,pp=2,micro=4,1f1b`: degrees of data, tensor (one or two axes)
+and pipeline parallelism with their switches. `library` lists the combinations that a number of devices allows.
 """
 
 from dataclasses import dataclass, replace

@@ -1,13 +1,16 @@
 """Measure: each distinct run once, forward and backward, through the same code as in training.
 
-Called on every rank of a process group, all ranks measure the same thing at the same time, as they will compute at the same time in
-training; the price is the median over repetitions of the slowest rank. Shards are symmetric, so any coordinates do.
+Called on every rank of a process group, all ranks measure the same thing at the same time, as they will compute at the
+same time in training; the price is the median over repetitions of the slowest rank. Shards are symmetric, so any
+coordinates do.
 """
 
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import prod
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +25,7 @@ from planloom.execute.wire import Wire
 from planloom.layout import Layout
 from planloom.program import Program, Run, Transfer
 
+Result = TypeVar("Result")
 Measured = dict[str, tuple[float, float]]
 """key → (seconds, spread)"""
 
@@ -54,11 +58,12 @@ def measure_programs(
     """Prices of everything in these programs that `known` lacks: runs, updates, collectives."""
     device = next(iter(batch.values())).device
     given = compute_given(blocks.graph, {**batch, **buffers}, device)
-    tasks: list[Callable[[], Measured]] = []
-    for fingerprint, (program, run) in missing_runs(blocks, programs, known).items():
-        tasks.append(lambda f=fingerprint, p=program, r=run: _measure_run(blocks, f, p, r, given, device))  # type: ignore[misc]
-    updates = _missing_updates(blocks, programs, known)
-    tasks += [lambda k=key, u=update: {k: _measure_update(*u, device)} for key, update in updates.items()]  # type: ignore[misc]
+    tasks: list[Callable[[], Measured]] = [
+        partial(_measure_run, blocks, fingerprint, program, run, given, device)
+        for fingerprint, (program, run) in missing_runs(blocks, programs, known).items()
+    ]
+    for key, (sizes, dtypes) in _missing_updates(blocks, programs, known).items():
+        tasks.append(partial(_measure_update, key, sizes, dtypes, device))
     if dist.is_initialized() and dist.get_world_size() > 1:
         tasks += _collective_tasks(known, device)
     measured: Measured = {}
@@ -75,9 +80,7 @@ def _measure_run(
     local = LocalRun(blocks, run, mesh.coordinates(mesh.devices[0]), num_micro=program.num_micro_batches)
     inputs = [_random(blocks, slot.tensor, slot.layout, slot.sizes, device) for slot in run.inputs]
     cotangents = [
-        None
-        if slot.cotangent is None
-        else _random(blocks, slot.tensor, slot.cotangent.completed(), slot.sizes, device)
+        None if slot.cotangent is None else _random(blocks, slot.tensor, slot.cotangent.completed(), slot.sizes, device)
         for slot in run.outputs
     ]
     forwards, backwards = [], []
@@ -93,9 +96,7 @@ def _measure_run(
     }
 
 
-def _random(
-    blocks: BlockGraph, name: str, layout: Layout, sizes: tuple[int, ...], device: torch.device
-) -> Tensor:
+def _random(blocks: BlockGraph, name: str, layout: Layout, sizes: tuple[int, ...], device: torch.device) -> Tensor:
     tensor = blocks.graph.tensors[name]
     lengths = iter(layout.local_sizes(sizes))
     shape = [prod(next(lengths) for _ in dim) for dim in tensor.factors]
@@ -115,14 +116,14 @@ def _missing_updates(
     return missing
 
 
-def _measure_update(sizes: list[int], dtypes: list[str], device: torch.device) -> tuple[float, float]:
+def _measure_update(key: str, sizes: list[int], dtypes: list[str], device: torch.device) -> Measured:
     shards = []
     for size, dtype in zip(sizes, dtypes, strict=True):
         shard = torch.randn(size, device=device).to(getattr(torch, dtype)).requires_grad_()
         shard.grad = torch.randn_like(shard)
         shards.append(shard)
     optimizer = torch.optim.AdamW(shards, lr=1e-3)
-    return _summary([_timed(optimizer.step, device)[0] for _ in range(_REPEATS + 1)][1:])
+    return {key: _summary([_timed(optimizer.step, device)[0] for _ in range(_REPEATS + 1)][1:])}
 
 
 def _collective_tasks(known: Mapping[str, float], device: torch.device) -> list[Callable[[], Measured]]:
@@ -139,22 +140,22 @@ def _collective_tasks(known: Mapping[str, float], device: torch.device) -> list[
                 key = collective_key(kind, size, num_bytes)
                 if key not in known:
                     step = Step(kind=kind, groups=groups, along=0, into=1)
-                    tasks.append(lambda k=key, s=step, n=num_bytes: {k: _measure_step(wire, s, n, device)})  # type: ignore[misc]
+                    tasks.append(partial(_measure_step, key, wire, step, num_bytes, device))
     for num_bytes in _COLLECTIVE_BYTES:
         key = collective_key("exchange", 2, num_bytes)
         if key not in known:
-            tasks.append(lambda k=key, n=num_bytes: {k: _measure_exchange(wire, n, device)})  # type: ignore[misc]
+            tasks.append(partial(_measure_exchange, key, wire, num_bytes, device))
     return tasks
 
 
-def _measure_step(wire: Wire, step: Step, num_bytes: int, device: torch.device) -> tuple[float, float]:
+def _measure_step(key: str, wire: Wire, step: Step, num_bytes: int, device: torch.device) -> Measured:
     sizes = (2, num_bytes // 8)
     array = torch.randn(sizes, device=device)
     runs = [_timed(lambda: wire.run_steps((step,), array, sizes)(), device)[0] for _ in range(_REPEATS + 1)]
-    return _summary(runs[1:])
+    return {key: _summary(runs[1:])}
 
 
-def _measure_exchange(wire: Wire, num_bytes: int, device: torch.device) -> tuple[float, float]:
+def _measure_exchange(key: str, wire: Wire, num_bytes: int, device: torch.device) -> Measured:
     """The lower half of the ranks sends to the upper half, all at once."""
     half, sizes = dist.get_world_size() // 2, (num_bytes // 4,)
     box = ((0, sizes[0]),)
@@ -166,10 +167,10 @@ def _measure_exchange(wire: Wire, num_bytes: int, device: torch.device) -> tuple
             return wire.send(array, sizes, transfers, 0)()
         return wire.receive(torch.float32, sizes, transfers, 0, device)()
 
-    return _summary([_timed(once, device)[0] for _ in range(_REPEATS + 1)][1:])
+    return {key: _summary([_timed(once, device)[0] for _ in range(_REPEATS + 1)][1:])}
 
 
-def _timed(function: Callable[[], object], device: torch.device) -> tuple[float, object]:
+def _timed(function: Callable[[], Result], device: torch.device) -> tuple[float, Result]:
     """Seconds of the slowest rank, all starting together; and the result."""
     if dist.is_initialized():
         dist.barrier()

@@ -1,4 +1,4 @@
-"""One process of a profiling session, started by torchrun: `python -m planloom.profile.worker --model … --plans … --store …`."""
+"""One process of a profiling session, started by torchrun: `python -m planloom.profile.worker --model …`."""
 
 import argparse
 from pathlib import Path

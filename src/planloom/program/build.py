@@ -18,5 +18,3 @@ def build_program(blocks: BlockGraph, plan: Plan, *, price: StepPrice = volume_p
     runs = form_runs(splits)
     calls = schedule_calls(plan)  # schedule
     return materialize(splits, runs, calls, price)  # materialize
-
-

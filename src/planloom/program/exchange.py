@@ -1,8 +1,8 @@
 """Exchanges between stages: which device sends which box to which device.
 
-Both sides are layouts without partial digits, on meshes with disjoint devices. Every receiver needs its own box; its parts are
-taken from senders that hold them. Where several senders hold the same part, receivers are spread over them in order, so
-that two replicated stages of n devices exchange n messages and not n².
+Both sides are layouts without partial digits, on meshes with disjoint devices. Every receiver needs its own box; its
+parts are taken from senders that hold them. Where several senders hold the same part, receivers are spread over them
+in order, so that two replicated stages of n devices exchange n messages and not n².
 """
 
 from planloom.layout import Layout, Mesh, intersect
@@ -14,7 +14,8 @@ def plan_transfers(
     sizes: tuple[int, ...], source: Layout, source_mesh: Mesh, target: Layout, target_mesh: Mesh
 ) -> tuple[Transfer, ...]:
     """The messages that bring a tensor from one stage's layout to another's."""
-    assert not source.partial and not target.partial
+    assert not source.partial
+    assert not target.partial
     held = {device: source.box(sizes, source_mesh.coordinates(device)) for device in source_mesh.devices}
     transfers = []
     for position, receiver in enumerate(target_mesh.devices):

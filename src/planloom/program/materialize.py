@@ -8,9 +8,9 @@ A stage has four bodies:
               summed), the run's vector-Jacobian product, parameter gradients accumulated
     exit      gradients reduced to the optimizer's layout, update, gather; the loss completed and told to all stages
 
-Communication starts where its source is ready and is awaited where its result is needed. A send to a later stage is awaited
-in the backward of the same micro-batch, whose cotangent proves that it arrived; a cotangent's send in the next backward.
-So no order of calls can block on a send, and the verifier proves it for each program.
+Communication starts where its source is ready and is awaited where its result is needed. A send to a later stage is
+awaited in the backward of the same micro-batch, whose cotangent proves that it arrived; a cotangent's send in the next
+backward. So no order of calls can block on a send, and the verifier proves it for each program.
 """
 
 from dataclasses import replace
@@ -159,9 +159,7 @@ class _Builder:
         sizes, new_sizes = before.local_sizes(slot.sizes), after.local_sizes(slot.sizes)
         tensor = slot.tensor
         source_body.append(Send(tensor=tensor, channel=channel, source=source, transfers=transfers, sizes=sizes))
-        target_body.append(
-            Receive(tensor=tensor, channel=channel, target=target, transfers=transfers, sizes=new_sizes)
-        )
+        target_body.append(Receive(tensor=tensor, channel=channel, target=target, transfers=transfers, sizes=new_sizes))
         target_body.append(Wait(buffer=target))
 
     # -- forward
@@ -272,13 +270,13 @@ class _Builder:
         ]
         stage.backward.append(Backward(run=run.index, cotangents=tuple(cotangents), outputs=tuple(outputs)))
         stage.backward += [Free(buffer=buffer) for buffer in gathered]
-        for slot, buffer in zip(run.inputs, outputs, strict=True):
-            if buffer is None:
+        for slot, cotangent in zip(run.inputs, outputs, strict=True):
+            if cotangent is None:
                 continue
             if slot.tensor in self.parameters:
-                self._accumulate(run.stage, slot, buffer)
+                self._accumulate(run.stage, slot, cotangent)
             else:
-                stage.cotangents.setdefault(slot.tensor, []).append((_cotangent(slot), buffer))
+                stage.cotangents.setdefault(slot.tensor, []).append((_cotangent(slot), cotangent))
         self._send_cotangents(run)
 
     def _output_cotangent(self, run: Run, slot: Slot) -> Buffer | None:
@@ -324,7 +322,9 @@ class _Builder:
             whole = made.cotangent.completed()
             received = Buffer(name=f"{tensor}:from{s}", indexed=True)
             home = self.stages[source.stage]
-            self._exchange(slot, (s, stage.backward, complete, slot.layout), (source.stage, home.backward, received, whole))
+            self._exchange(
+                slot, (s, stage.backward, complete, slot.layout), (source.stage, home.backward, received, whole)
+            )
             stage.backward.insert(0, Wait(buffer=complete, lag=1, free=True))
             stage.exit.append(Wait(buffer=complete, every=True, free=True))
             home.cotangents.setdefault(tensor, []).append((whole, received))

@@ -1,9 +1,9 @@
 """Runs: maximal sequences of blocks with no communication between them, forward or backward.
 
-An edge is *cut* where the producer's layout differs from the consumer's, or the cotangent's from what the producer takes.
-The depth of a block is the largest number of cuts on a path to it; the blocks of one stage with equal depth form a run.
-Edges never lead to a smaller depth, and edges inside one depth are not cut, so runs are convex and in order. A run ends
-at a segment's end too: then every layer has the same runs, profiled and compiled once.
+An edge is *cut* where the producer's layout differs from the consumer's, or the cotangent's from what the producer
+takes. The depth of a block is the largest number of cuts on a path to it; the blocks of one stage with equal depth
+form a run. Edges never lead to a smaller depth, and edges inside one depth are not cut, so runs are convex and in
+order. A run ends at a segment's end too: then every layer has the same runs, profiled and compiled once.
 """
 
 from dataclasses import dataclass
@@ -92,9 +92,7 @@ def _read_from_outside(splits: Splits, block: Block, members: list[Block]) -> li
 def _input_slots(splits: Splits, members: list[Block]) -> dict[_SlotKey, Block]:
     """One slot for each tensor, layout and cotangent; a reader without a cotangent uses a slot that has one."""
     keys = {
-        _key(splits, block, tensor): block
-        for block in members
-        for tensor in _read_from_outside(splits, block, members)
+        _key(splits, block, tensor): block for block in members for tensor in _read_from_outside(splits, block, members)
     }
     return {
         key: block

@@ -58,9 +58,7 @@ def _reduced(step: Step, members: list[Symbol], group: tuple[int, ...]) -> Symbo
             raise StepError(f"{step.kind} adds {total} and {member}", group)
         twice = overlapping(total.parts, member.parts) if step.combine == "sum" else None
         if twice is not None:
-            raise StepError(
-                f"{step.kind} counts the contribution of {twice[0][1]} at {list(twice[0][2])} twice", group
-            )
+            raise StepError(f"{step.kind} counts the contribution of {twice[0][1]} at {list(twice[0][2])} twice", group)
         total = Symbol(total.kind, total.tensor, total.box, total.parts | member.parts)
     return total
 

@@ -6,8 +6,8 @@ A *part* names one contribution to a sum. Its links say how it came about:
     cotangent   ((tensor, consumer, box),)          the part of the consumer's dims that the tensor lacks
                 ((tensor, consumer, box), *part)    the same, passed on: the consumer's own cotangent was a `part`
 
-A value is *complete* when its parts cover every contraction exactly once, a cotangent when they do so for every consumer.
-Adding two values with a common part would count it twice and is refused.
+A value is *complete* when its parts cover every contraction exactly once, a cotangent when they do so for every
+consumer. Adding two values with a common part would count it twice and is refused.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -84,5 +84,3 @@ def missing(
                 if lack:
                     return f"{lack}, passed on by {consumer}"
     return ""
-
-

@@ -51,7 +51,9 @@ class Splits:
                 )
             for axis in axes:
                 if axis in used:
-                    raise PlanError(f"block {block.name} uses axis {axis!r} twice", given=str(strategy), required="once")
+                    raise PlanError(
+                        f"block {block.name} uses axis {axis!r} twice", given=str(strategy), required="once"
+                    )
                 used.add(axis)
             digits = tuple(digit for axis in axes for digit in mesh.axis(axis).digits)
             if digits:

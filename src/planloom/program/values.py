@@ -1,9 +1,9 @@
 """The `Program`: bodies of instructions, and for every role a list of calls of bodies.
 
-Bodies are straight lines written once, in the time index: a buffer that is `indexed` has one instance a micro-batch. A role
-is a stage here: all its devices run the same instructions, and what differs between them (coordinates, groups) is in the
-values. The verifier, the simulator and the runtime interpret the same instructions; there is no other description
-of what runs.
+Bodies are straight lines written once, in the time index: a buffer that is `indexed` has one instance a micro-batch. A
+role is a stage here: all its devices run the same instructions, and what differs between them (coordinates, groups) is
+in the values. The verifier, the simulator and the runtime interpret the same instructions; there is no other
+description of what runs.
 """
 
 from dataclasses import dataclass, field
@@ -25,7 +25,10 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """A tensor at the boundary of a run: `sizes` are its whole factor sizes in one micro-batch, `cotangent` the layout of its cotangent."""
+    """A tensor at the boundary of a run, with its layout and that of its cotangent (None: it carries none).
+
+    `sizes` are the factor sizes of the whole tensor in one micro-batch; `timed_factor` is split by micro-batches.
+    """
 
     tensor: str
     layout: Layout
@@ -36,7 +39,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunBlock:
-    """A block inside a run: `splits` gives its split dims with their space digits; `reads` the slot of each outside tensor.
+    """A block inside a run: its split dims with their space digits, and the slot of each tensor from outside.
 
     `timed_dim` is the dim that the micro-batches split; `passes_partial`: digits over which a partial cotangent of
     its outputs is passed on to its parameters.

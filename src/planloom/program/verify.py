@@ -1,7 +1,7 @@
 """Verify: the symbolic interpreter of a program.
 
-Every device's buffers hold symbols (index box, set of contributions) instead of numbers. The interpreter carries out every call
-of every stage and proves, or names the tensor, the instruction and the ranks where it fails:
+Every device's buffers hold symbols (index box, set of contributions) instead of numbers. The interpreter carries out
+every call of every stage and proves, or names the tensor, the instruction and the ranks where it fails:
 
 - every run reads complete values of exactly the boxes that its local function assumes;
 - every cotangent that a run takes is complete, every contribution counted once;
@@ -58,7 +58,7 @@ def verify_program(blocks: BlockGraph, program: Program) -> Proof:
     return _Interpreter(blocks, program).run()
 
 
-class _Fault(Exception):
+class _FaultError(Exception):
     """What is wrong, before instruction and ranks are known."""
 
     def __init__(self, tensor: str, what: str, ranks: tuple[int, ...]) -> None:
@@ -109,7 +109,7 @@ class _Interpreter:
     def _guarded(self, s: int, body: str, index: int, instruction: Instruction, micro: int) -> bool:
         try:
             done = self._step(s, instruction, micro)
-        except _Fault as fault:
+        except _FaultError as fault:
             when = f" of micro-batch {micro}" if micro >= 0 else ""
             raise VerificationError(
                 f"the program does not compute {fault.tensor} as the model does: {fault.what}",
@@ -199,15 +199,15 @@ class _Interpreter:
     def _read(self, device: int, buffer: Buffer, micro: int, tensor: str) -> Symbol:
         place = self._place(buffer, micro)
         if any(kind == "receive" for *_, kind in self.in_flight.get((device, place), ())):
-            raise _Fault(tensor, f"{buffer} is read before its receive was awaited", (device,))
+            raise _FaultError(tensor, f"{buffer} is read before its receive was awaited", (device,))
         if place not in self.memory[device]:
-            raise _Fault(tensor, f"{buffer} is read before it is written or after it was freed", (device,))
+            raise _FaultError(tensor, f"{buffer} is read before it is written or after it was freed", (device,))
         return self.memory[device][place]
 
     def _write(self, device: int, buffer: Buffer, micro: int, symbol: Symbol) -> None:
         place = self._place(buffer, micro)
         if (device, place) in self.in_flight:
-            raise _Fault(symbol.tensor, f"{buffer} is written while it is in flight", (device,))
+            raise _FaultError(symbol.tensor, f"{buffer} is written while it is in flight", (device,))
         self.memory[device][place] = symbol
 
     def _local(self, s: int, device: int, instruction: Instruction, micro: int) -> None:
@@ -231,7 +231,7 @@ class _Interpreter:
                 place = self._place(buffer, micro)
                 tensor = buffer.name.split(":")[0].split("@")[0]
                 if (device, place) in self.in_flight:
-                    raise _Fault(tensor, f"{buffer} is freed while it is in flight", (device,))
+                    raise _FaultError(tensor, f"{buffer} is freed while it is in flight", (device,))
                 self._read(device, buffer, micro, tensor)
                 del self.memory[device][place]
             case Update():
@@ -239,14 +239,16 @@ class _Interpreter:
 
     def _require_tensor(self, device: int, tensor: str, symbol: Symbol) -> None:
         if symbol.tensor != tensor:
-            raise _Fault(tensor, f"the buffer holds {symbol}", (device,))
+            raise _FaultError(tensor, f"the buffer holds {symbol}", (device,))
 
     def _add(self, device: int, tensor: str, first: Symbol, second: Symbol) -> Symbol:
         if (first.kind, first.tensor, first.box) != (second.kind, second.tensor, second.box):
-            raise _Fault(tensor, f"{first} and {second} cannot be added", (device,))
+            raise _FaultError(tensor, f"{first} and {second} cannot be added", (device,))
         twice = overlapping(first.parts, second.parts)
         if twice is not None:
-            raise _Fault(tensor, f"the contribution of {twice[0][1]} at {list(twice[0][2])} is counted twice", (device,))
+            raise _FaultError(
+                tensor, f"the contribution of {twice[0][1]} at {list(twice[0][2])} is counted twice", (device,)
+            )
         return Symbol(first.kind, first.tensor, first.box, first.parts | second.parts)
 
     def _update(self, s: int, device: int, update: Update, micro: int) -> None:
@@ -256,12 +258,12 @@ class _Interpreter:
             symbol = self._read(device, gradient, micro, name)
             box = stored[name].optimizer_layout.box(stored[name].sizes, stage.mesh.coordinates(device))
             if symbol.kind != "cotangent" or symbol.tensor != name or symbol.box != box:
-                raise _Fault(name, f"the update reads {symbol}, not the gradient at {list(box)}", (device,))
+                raise _FaultError(name, f"the update reads {symbol}, not the gradient at {list(box)}", (device,))
             lack = self._lacks_cotangent(symbol)
             if lack:
-                raise _Fault(name, f"its gradient is incomplete: {lack}", (device,))
+                raise _FaultError(name, f"its gradient is incomplete: {lack}", (device,))
             if (device, name) in self.updated:
-                raise _Fault(name, "it is updated twice", (device,))
+                raise _FaultError(name, "it is updated twice", (device,))
             self.updated.add((device, name))
             self._write(device, target, micro, Symbol("updated", name, box, frozenset({STORED})))
 
@@ -273,11 +275,11 @@ class _Interpreter:
         for device, symbol in symbols.items():
             self._require_tensor(device, tensor, symbol)
             if tuple(stop - start for start, stop in symbol.box) != collective.sizes:
-                raise _Fault(tensor, f"{symbol} is not of local size {collective.sizes}", (device,))
+                raise _FaultError(tensor, f"{symbol} is not of local size {collective.sizes}", (device,))
         try:
             results = apply_steps(collective.steps, symbols)
         except StepError as error:
-            raise _Fault(tensor, str(error), error.ranks) from None
+            raise _FaultError(tensor, str(error), error.ranks) from None
         for device, symbol in results.items():
             self._write(device, collective.target, micro, symbol)
         self.counts["collectives"] += sum(not step.is_local for step in collective.steps)
@@ -285,16 +287,16 @@ class _Interpreter:
     def _send(self, devices: tuple[int, ...], send: Send, micro: int) -> None:
         key = (send.channel, micro)
         if key in self.sent:
-            raise _Fault(send.tensor, f"channel {send.channel} is sent twice", devices)
+            raise _FaultError(send.tensor, f"channel {send.channel} is sent twice", devices)
         box_of: dict[tuple[int, int, int], Symbol] = {}
         for i, transfer in enumerate(send.transfers):
             if transfer.source not in devices:
-                raise _Fault(send.tensor, "a device of another stage is asked to send", (transfer.source,))
+                raise _FaultError(send.tensor, "a device of another stage is asked to send", (transfer.source,))
             symbol = self._read(transfer.source, send.source, micro, send.tensor)
             try:
                 box_of[transfer.source, transfer.target, i] = extract(symbol, transfer.source_box, send.sizes)
             except StepError as error:
-                raise _Fault(send.tensor, str(error), (transfer.source,)) from None
+                raise _FaultError(send.tensor, str(error), (transfer.source,)) from None
         self.sent[key] = (send, micro)
         self.messages[key] = box_of
         for device in devices:
@@ -305,12 +307,12 @@ class _Interpreter:
     def _receive(self, devices: tuple[int, ...], receive: Receive, micro: int) -> None:
         key = (receive.channel, micro)
         if key in self.received:
-            raise _Fault(receive.tensor, f"channel {receive.channel} is received twice", devices)
+            raise _FaultError(receive.tensor, f"channel {receive.channel} is received twice", devices)
         self.received[key] = (receive, micro)
         for device in devices:
             place = (device, self._place(receive.target, micro))
             if place in self.in_flight:
-                raise _Fault(receive.tensor, f"{receive.target} is received while it is in flight", (device,))
+                raise _FaultError(receive.tensor, f"{receive.target} is received while it is in flight", (device,))
             self.in_flight[place] = [(receive.channel, micro, "receive")]
 
     def _wait(self, devices: tuple[int, ...], wait: Wait, micro: int) -> bool:
@@ -340,14 +342,14 @@ class _Interpreter:
         expected = {(t.source, t.target, i): t.target_box for i, t in enumerate(receive.transfers)}
         if set(expected) != set(sent):
             odd = min(set(expected) ^ set(sent))
-            raise _Fault(receive.tensor, f"message {odd[2]} of channel {channel} is not matched", odd[:2])
+            raise _FaultError(receive.tensor, f"message {odd[2]} of channel {channel} is not matched", odd[:2])
         arrived = [(sent[key], box) for key, box in expected.items() if key[1] == device]
         try:
             symbol = join_messages(arrived, receive.sizes)
         except StepError as error:
-            raise _Fault(receive.tensor, str(error), (device,)) from None
+            raise _FaultError(receive.tensor, str(error), (device,)) from None
         if symbol.tensor != receive.tensor:
-            raise _Fault(receive.tensor, f"{symbol} arrived", (device,))
+            raise _FaultError(receive.tensor, f"{symbol} arrived", (device,))
         self.memory[device][place] = symbol
 
     # -- runs
@@ -388,16 +390,16 @@ class _Interpreter:
 
     def _require_input(self, device: int, block: Block, tensor: str, symbol: Symbol, box: Box) -> None:
         if symbol.kind != "value" or symbol.tensor != tensor or symbol.box != box:
-            raise _Fault(tensor, f"{block.name} needs it at {list(box)} and is given {symbol}", (device,))
+            raise _FaultError(tensor, f"{block.name} needs it at {list(box)} and is given {symbol}", (device,))
         lack = self._lacks_value(symbol)
         if lack:
-            raise _Fault(tensor, f"{block.name} is given an incomplete value: {lack}", (device,))
+            raise _FaultError(tensor, f"{block.name} is given an incomplete value: {lack}", (device,))
 
     def _backward(self, s: int, device: int, backward: Backward, micro: int) -> None:
         run = self.program.runs[backward.run]
         key = (device, self._saved_key(backward.run, micro))
         if key not in self.saved:
-            raise _Fault(run.outputs[0].tensor, "the backward of a run has no forward before it", (device,))
+            raise _FaultError(run.outputs[0].tensor, "the backward of a run has no forward before it", (device,))
         self.saved.remove(key)
         inside: dict[str, Symbol] = {}
         for slot, buffer in zip(run.outputs, backward.cotangents, strict=True):
@@ -425,7 +427,7 @@ class _Interpreter:
         for i, (slot, buffer) in enumerate(zip(run.inputs, backward.outputs, strict=True)):
             if buffer is not None:
                 if i not in slots:
-                    raise _Fault(slot.tensor, "a run gives no cotangent of this input", (device,))
+                    raise _FaultError(slot.tensor, "a run gives no cotangent of this input", (device,))
                 self._write(device, buffer, micro, slots[i])
 
     def _take_cotangents(
@@ -439,14 +441,16 @@ class _Interpreter:
             box = self._box(piece, tensor, micro)
             symbol = inside.get(tensor, Symbol("cotangent", tensor, box, frozenset()))
             if symbol.kind != "cotangent" or symbol.tensor != tensor or symbol.box != box:
-                raise _Fault(tensor, f"{block.name} needs its cotangent at {list(box)} and is given {symbol}", (device,))
+                raise _FaultError(
+                    tensor, f"{block.name} needs its cotangent at {list(box)} and is given {symbol}", (device,)
+                )
             lack = self._lacks_cotangent(symbol)
             if not lack and not part.passes_partial:
                 taken.add(())
             elif part.passes_partial:
                 taken.update(symbol.parts)
             else:
-                raise _Fault(tensor, f"{block.name} is given an incomplete cotangent: {lack}", (device,))
+                raise _FaultError(tensor, f"{block.name} is given an incomplete cotangent: {lack}", (device,))
         return taken
 
     # -- completeness

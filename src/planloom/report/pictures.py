@@ -30,7 +30,9 @@ def timeline_svg(timeline: Timeline, *, title: str) -> str:
     parts.append(f'<line x1="{_LEFT}" y1="{y}" x2="{_WIDTH - 20}" y2="{y}" stroke="#888"/>')
     for i in range(6):
         x, seconds = _LEFT + i * (_WIDTH - _LEFT - 20) / 5, timeline.step_seconds * i / 5
-        parts.append(f'<text x="{x:.0f}" y="{y + 16}" font-size="11" text-anchor="middle">{format_seconds(seconds)}</text>')
+        parts.append(
+            f'<text x="{x:.0f}" y="{y + 16}" font-size="11" text-anchor="middle">{format_seconds(seconds)}</text>'
+        )
     for i, (name, color) in enumerate((n, c) for n, c in _COLORS.items() if n):
         x = _LEFT + i * 140
         parts.append(f'<rect x="{x}" y="{y + 24}" width="12" height="12" fill="{color}"/>')

@@ -27,7 +27,13 @@ def candidates_table(candidates: Sequence[Candidate], here: Mapping[str, float],
             continue
         compute = max(candidate.timeline.busy_seconds(d, "compute") for d in candidate.timeline.devices)
         step = candidate.step_seconds
-        row = [str(i + 1), candidate.name, format_seconds(step), format_seconds(compute), format_seconds(step - compute)]
+        row = [
+            str(i + 1),
+            candidate.name,
+            format_seconds(step),
+            format_seconds(compute),
+            format_seconds(step - compute),
+        ]
         row += [format_seconds(here[candidate.name])] if candidate.name in here else []
         table.add_row(*row, style="bold green" if i == 0 else "")
     return table

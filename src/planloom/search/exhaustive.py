@@ -25,10 +25,15 @@ class Candidate:
     """A plan with its program and simulated timeline, or the reason why it cannot be."""
 
     name: str
+    placement: str
     plan: Plan | None = None
     program: Program | None = None
     timeline: Timeline | None = None
     refused: str = ""
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} on {self.placement}"
 
     @property
     def step_seconds(self) -> float:
@@ -44,13 +49,13 @@ def candidate_plans(
     for named in library(cluster.num_devices, max_micro=max_micro):
         axes = {name: size for name, size in axis_sizes(named).items() if size > 1} or {"dp": 1}
         for placement in enumerate_placements(cluster.level_counts, axes):
-            name = f"{named}" if len(axes) == 1 else f"{named} on {placement}"
+            name, where = str(named), str(placement)
             try:
                 plan = named_plan(blocks, named, batch=dict(batch), placement=placement)
                 program = build_program(blocks, plan, price=price)
-                candidates.append(Candidate(name=name, plan=plan, program=program))
+                candidates.append(Candidate(name=name, placement=where, plan=plan, program=program))
             except (PlanError, LayoutError) as error:
-                candidates.append(Candidate(name=name, refused=error.what))
+                candidates.append(Candidate(name=name, placement=where, refused=error.what))
     return tuple(candidates)
 
 
@@ -73,5 +78,4 @@ def price_plans(
         priced.append(replace(candidate, timeline=timeline))
         if progress is not None:
             progress(i + 1, len(candidates))
-    return tuple(sorted(priced, key=lambda c: (c.step_seconds, c.name)))
-
+    return tuple(sorted(priced, key=lambda c: (c.step_seconds, c.label)))

@@ -1,9 +1,9 @@
 """The simulator: the interpreter of a program that counts seconds.
 
-Each stage has a compute stream and a communication stream. Runs, sums and updates take the compute stream; a collective starts
-when its source is ready and the communication stream is free, and a wait holds the compute stream until it is done. A
-message arrives its exchange's time after both halves have started; a send does not hold its sender. All devices of a
-stage do the same, so one of them stands for all.
+Each stage has a compute stream and a communication stream. Runs, sums and updates take the compute stream; a
+collective starts when its source is ready and the communication stream is free, and a wait holds the compute stream
+until it is done. A message arrives its exchange's time after both halves have started; a send does not hold its
+sender. All devices of a stage do the same, so one of them stands for all.
 """
 
 from dataclasses import dataclass, field
@@ -129,9 +129,7 @@ class _Simulator:
         self._record(s, "compute", instruction, micro, stage.compute, stage.compute + seconds)
         stage.compute += seconds
 
-    def _record(
-        self, s: int, stream: Stream, instruction: Instruction, micro: int, start: float, stop: float
-    ) -> None:
+    def _record(self, s: int, stream: Stream, instruction: Instruction, micro: int, start: float, stop: float) -> None:
         name = type(instruction).__name__
         if isinstance(instruction, Forward | Backward):
             name += f" {instruction.run}"
@@ -172,4 +170,3 @@ class _Simulator:
         num_bytes = prod(tensor.shape) * tensor.item_bytes // shares
         accesses = 1 + (len(instruction.sources) if isinstance(instruction, Sum) else 2)
         return self._seen(self.prices.memory(accesses * num_bytes))
-

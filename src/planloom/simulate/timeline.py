@@ -30,9 +30,7 @@ class Timeline:
         return max((event.stop_seconds for event in self.events), default=0.0)
 
     def busy_seconds(self, device: int, stream: Stream) -> float:
-        return sum(
-            e.stop_seconds - e.start_seconds for e in self.events if e.device == device and e.stream == stream
-        )
+        return sum(e.stop_seconds - e.start_seconds for e in self.events if e.device == device and e.stream == stream)
 
     @property
     def devices(self) -> tuple[int, ...]:

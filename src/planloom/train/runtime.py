@@ -127,10 +127,10 @@ class Runtime:
                     self._memory[self._place(buffer, micro)] = value
             case Backward(run=run, cotangents=cotangents, outputs=outputs):
                 vjp = self._saved.pop((run, micro))
-                values = vjp.backward([None if b is None else self._get(b, micro) for b in cotangents])
-                for buffer, value in zip(outputs, values, strict=True):
-                    if buffer is not None and value is not None:
-                        self._memory[self._place(buffer, micro)] = value
+                results = vjp.backward([None if b is None else self._get(b, micro) for b in cotangents])
+                for wanted, result in zip(outputs, results, strict=True):
+                    if wanted is not None and result is not None:
+                        self._memory[self._place(wanted, micro)] = result
             case Collective(source=source, target=target, steps=steps, sizes=sizes):
                 finish = self.wire.run_steps(steps, self._get(source, micro), sizes)
                 self._start(target, micro, _shaped(finish, self._factors(instruction.tensor)), delivers=True)

@@ -1,6 +1,5 @@
 """`parallelize(model, plan, optimizer=…).step(batch)`: the public API of training."""
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -135,7 +134,7 @@ def parallelize(
     model: nn.Module,
     plan: Plan,
     *,
-    optimizer: OptimizerFactory = functools.partial(torch.optim.AdamW, lr=1e-3),
+    optimizer: OptimizerFactory,
     blocks: BlockGraph | None = None,
     loss: Callable[[object], Tensor] | None = None,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,

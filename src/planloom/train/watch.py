@@ -1,9 +1,9 @@
 """Watch: no process outlives a dead one.
 
-Every rank's thread writes a heartbeat to a key-value store and reads the others'. A rank whose heartbeat stands still is
-dead or stopped: every other rank names it and ends. So no wait lasts longer than `stale_seconds`, whatever it waits for,
-and a step that fails because a peer is gone can say which. The first who finds a dead rank writes its name down, so that
-those who end because of it are not taken for the cause.
+Every rank's thread writes a heartbeat to a key-value store and reads the others'. A rank whose heartbeat stands still
+is dead or stopped: every other rank names it and ends. So no wait lasts longer than `stale_seconds`, whatever it waits
+for, and a step that fails because a peer is gone can say which. The first who finds a dead rank writes its name down,
+so that those who end because of it are not taken for the cause.
 """
 
 import os
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from planloom.errors import TrainingError
 
@@ -30,11 +31,11 @@ def start_watch(*, stale_seconds: float = 12.0) -> "Watch":
     address: list[object] = [None]
     store = None
     if rank == 0:
-        store = dist.TCPStore(host, 0, is_master=True, timeout=limit, wait_for_workers=False)
+        store = TCPStore(host, 0, is_master=True, timeout=limit, wait_for_workers=False)
         address = [store.port]
     dist.broadcast_object_list(address, src=0)
     if store is None:
-        store = dist.TCPStore(host, int(str(address[0])), is_master=False, timeout=limit)
+        store = TCPStore(host, int(str(address[0])), is_master=False, timeout=limit)
     watch = Watch(store, rank, world, stale_seconds=stale_seconds)
     watch.start()
     return watch
@@ -45,7 +46,7 @@ class Watch:
 
     def __init__(
         self,
-        store: dist.Store,
+        store: Store,
         rank: int,
         world_size: int,
         *,
