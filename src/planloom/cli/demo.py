@@ -49,7 +49,7 @@ def demo_command(
     _say(as_json, f"[bold]2.[/bold] Measured {num_runs} distinct runs, of {all_runs} in {len(candidates)} plans")
     ranked = rank(candidates, Prices(blocks=captured.blocks, cluster=cluster, measured=measured))
     here = Prices(blocks=captured.blocks, cluster=cluster, measured=measured, measured_links=True)
-    local = {c.name: simulate(c.program, here).step_seconds for c in ranked if c.program is not None}
+    local = {c.label: simulate(c.program, here).step_seconds for c in ranked if c.program is not None}
     if not as_json:
         screen.print(candidates_table(ranked, local, cluster=f"{cluster.name}: two nodes, two devices each"))
     best = ranked[0]
@@ -59,22 +59,22 @@ def demo_command(
     proof = verify_program(captured.blocks, best.program)
     _say(
         as_json,
-        f"[bold]3.[/bold] Proved [bold]{best.name}[/bold] equal to one device: {proof.num_instructions} instructions, "
+        f"[bold]3.[/bold] Proved [bold]{best.label}[/bold] equal to one device: {proof.num_instructions} instructions, "
         f"{proof.num_collectives} collectives, {proof.num_messages} messages",
     )
     folder = store.parent
     plan_path, picture = folder / "demo-plan.json", folder / "demo-timeline.svg"
     save_plan(best.plan, plan_path)
-    picture.write_text(timeline_svg(best.timeline, title=f"{best.name} on {cluster.name}, simulated"))
+    picture.write_text(timeline_svg(best.timeline, title=f"{best.label}, {cluster.name}, simulated"))
     trained = _train(source, plan_path, cluster.num_devices, steps)
-    predicted = local[best.name]
+    predicted = local[best.label]
     _say(
         as_json,
         f"[bold]4.[/bold] Trained {steps} steps on {cluster.num_devices} processes: loss {trained['losses'][0]:.3f} → "
         f"{trained['losses'][-1]:.3f}\n\n   one step, predicted {format_seconds(predicted)}   "
         f"measured {format_seconds(trained['step_seconds'])}   ratio {predicted / trained['step_seconds']:.2f}\n\n"
-        f"   Predicted and measured are for local processes over loopback; the table's step times are for the cluster's "
-        f"links.\n   plan: {plan_path}   timeline: {picture}",
+        "   Both are for local processes over loopback (column *here*); the table ranks by the cluster's own links.\n"
+        f"   plan: {plan_path}   timeline: {picture}",
     )
     document = {
         "cluster": cluster.name,

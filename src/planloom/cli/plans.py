@@ -59,7 +59,7 @@ def plan_command(
     document = {"best": best.name, "plans": [candidate_document(c) for c in ranked], "out": str(out) if out else None}
     show(document, candidates_table(ranked, {}, cluster=machine.name), as_json=as_json)
     if not as_json:
-        screen.print(f"best: [bold]{best.name}[/bold], verified" + (f", written to {out}" if out else ""))
+        screen.print(f"best: [bold]{best.label}[/bold], verified" + (f", written to {out}" if out else ""))
 
 
 def find_candidates(captured: CapturedModel, cluster: Cluster, named: str | None = None) -> tuple[Candidate, ...]:
@@ -78,7 +78,7 @@ def find_candidates(captured: CapturedModel, cluster: Cluster, named: str | None
             )
         plan = named_plan(captured.blocks, wanted, batch=captured.spec)
         program = build_program(captured.blocks, plan, price=step_price(prices))
-        return (Candidate(name=plan.name, plan=plan, program=program),)
+        return (Candidate(name=plan.name, placement="in order", plan=plan, program=program),)
 
 
 def measure_candidates(
@@ -101,9 +101,10 @@ def rank(candidates: Sequence[Candidate], prices: Prices) -> tuple[Candidate, ..
 
 def candidate_document(candidate: Candidate) -> dict[str, Any]:
     if candidate.timeline is None:
-        return {"name": candidate.name, "refused": candidate.refused}
+        return {"name": candidate.name, "placement": candidate.placement, "refused": candidate.refused}
     return {
         "name": candidate.name,
+        "placement": candidate.placement,
         "step_seconds": candidate.step_seconds,
         "price_sources": list(candidate.timeline.sources),
     }

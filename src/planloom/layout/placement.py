@@ -23,8 +23,8 @@ class Placement:
     matrix: tuple[tuple[int, ...], ...]
 
     def __str__(self) -> str:
-        rows = (f"{name}=" + "x".join(map(str, row)) for name, row in zip(self.axes, self.matrix, strict=True))
-        return " ".join(rows)
+        rows = (f"{name} {'×'.join(map(str, row))}" for name, row in zip(self.axes, self.matrix, strict=True))
+        return ", ".join(rows)
 
 
 def enumerate_placements(levels: Sequence[int], axes: Mapping[str, int]) -> tuple[Placement, ...]:

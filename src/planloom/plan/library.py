@@ -85,8 +85,7 @@ def named_plan(
         written = written.split("*", batch="dp")
         if named.storage != "replicated":
             written = written.store("*", named.storage, over="dp")
-    label = str(named) if placement is None else f"{named} on {placement}"
-    return written.order(named.schedule, micro_batches=named.micro).plan(label)
+    return written.order(named.schedule, micro_batches=named.micro).plan(str(named))
 
 
 def axis_sizes(named: NamedPlan) -> dict[str, int]:
