@@ -386,7 +386,7 @@ def _checked(function: Callable[[], Result]) -> Result:
     """What torch refuses cannot be carried out."""
     try:
         return function()
-    except RuntimeError as error:
+    except (RuntimeError, IndexError) as error:
         raise Broken(str(error)) from error
 
 

@@ -14,7 +14,6 @@ from planloom.layout import Combine, Layout, Mesh
 from tests.pure.meshes import layouts, meshes
 
 # --- an oracle: what every kind of step does, from the table in collective/steps.py
--------------------------------------
 
 Array = np.ndarray
 Pieces = dict[int, Array]
@@ -112,7 +111,6 @@ def test_programs_make_the_pieces_of_the_target(
 
 
 # --- the cheapest programs of well-known changes
-------------------------------------------------------------------------
 
 MESH = Mesh.of((3, 0, 2, 1), a=2, b=2)
 A, B = MESH.digits
@@ -189,7 +187,6 @@ def test_free_changes_send_nothing() -> None:
 
 
 # --- prices
---------------------------------------------------------------------------------------------------------------
 
 
 def test_the_price_decides() -> None:
@@ -243,7 +240,6 @@ def test_no_program_costs_more_than_going_through_the_whole_tensor(
 
 
 # --- what cannot be changed
-----------------------------------------------------------------------------------------------
 
 
 def test_a_partial_maximum_does_not_become_a_partial_sum() -> None:

@@ -35,6 +35,8 @@ def captured(name: str, dtype: torch.dtype) -> Captured:
 
 
 def of(model: nn.Module, batch: dict[str, Tensor], blocks: BlockGraph) -> Captured:
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in blocks.graph.buffers}
-    given = compute_given(blocks.graph, {**batch, **buffers}, torch.device("cpu"))
+    """A captured model with its given tensors; frozen parameters count as buffers."""
+    held = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+    fixed = {name: held[name].detach() for name in blocks.graph.buffers}
+    given = compute_given(blocks.graph, {**batch, **fixed}, torch.device("cpu"))
     return Captured(model=model, batch=batch, blocks=blocks, given=given)

@@ -76,7 +76,8 @@ def _end(process: "subprocess.Popen[str]") -> None:
 
 def _failure(log: str, errors: list[dict[str, Any]]) -> TrainingError:
     """The user's error if there is one, else the rank that torchrun saw fail first and the end of the log."""
-    rank, code = re.search(r"rank\s+: (\d+)", log), re.search(r"exitcode\s+: (-?\d+)", log)
+    summary = log[log.find("Root Cause") :]
+    rank, code = re.search(r"rank\s+: (\d+)", summary), re.search(r"exitcode\s+: (-?\d+)", summary)
     root = int(rank.group(1)) if rank else -1
     for error in sorted(errors, key=lambda e: e["rank"] != root):
         return TrainingError(error["what"], given=error["given"], required=error["required"], todo=error["todo"])

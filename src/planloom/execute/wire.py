@@ -35,6 +35,12 @@ class Wire:
             if len(ranks) > 1 and ranks not in self._groups:
                 self._groups[ranks] = dist.new_group(list(ranks), timeout=self.timeout)
 
+    def close(self) -> None:
+        """Destroy the groups; every rank must do so."""
+        for group in self._groups.values():
+            dist.destroy_process_group(group)
+        self._groups.clear()
+
     def run_steps(self, steps: tuple[Step, ...], local: Tensor, sizes: tuple[int, ...]) -> Finish:
         """Carry out a program on a local array with these factor sizes; the last collective may still be under way."""
         array = local.reshape(sizes)

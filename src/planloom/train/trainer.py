@@ -36,9 +36,10 @@ class Trainer:
         optimizer: OptimizerFactory,
         *,
         timeout_seconds: float,
-        watch: Watch | None,
+        watch: Watch,
+        owns_watch: bool,
     ) -> None:
-        self.plan, self.blocks, self._watch = plan, blocks, watch
+        self.plan, self.blocks, self._watch, self._owns_watch = plan, blocks, watch, owns_watch
         self.rank = dist.get_rank()
         self._spec = plan.batch
         self.program = build_program(blocks, plan)
@@ -81,8 +82,9 @@ class Trainer:
         self.runtime.keep_gradients = True
 
     def close(self) -> None:
-        """Say goodbye to the other ranks."""
-        if self._watch is not None:
+        """Give the process groups back and say goodbye to the other ranks."""
+        self._wire.close()
+        if self._owns_watch:
             self._watch.stop()
 
     def _whole(self, piece: Callable[[str], Tensor], layout: Callable[..., Layout]) -> dict[str, Tensor]:
@@ -121,7 +123,7 @@ class Trainer:
         try:
             return function()
         except (RuntimeError, dist.DistError) as error:
-            if self._watch is None or isinstance(error, torch.OutOfMemoryError):
+            if isinstance(error, torch.OutOfMemoryError):
                 raise
             raise self._watch.explain(error) from error
 
@@ -152,9 +154,15 @@ def parallelize(
     if blocks is None:
         blocks = find_blocks(capture_from_spec(model, plan.batch, loss=loss))
     require_model(plan, blocks.graph)
-    if watch is None:
-        watch = start_watch()
-    return Trainer(model, blocks, plan, optimizer, timeout_seconds=timeout_seconds, watch=watch)
+    return Trainer(
+        model,
+        blocks,
+        plan,
+        optimizer,
+        timeout_seconds=timeout_seconds,
+        watch=watch or start_watch(),
+        owns_watch=watch is None,
+    )
 
 
 def _backend(model: nn.Module) -> str:

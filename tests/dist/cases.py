@@ -1,0 +1,86 @@
+"""What a rank does in a case: train a model under a plan and return what it computed."""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from planloom.blocks import BlockGraph, find_blocks
+from planloom.capture import batch_spec, capture
+from planloom.plan import Plan, named_plan, parse_named
+from planloom.train import parallelize
+from planloom.train.watch import Watch, start_watch
+from tests.models import build, lifted, loss_of
+
+LEARNING_RATE = 0.05
+
+
+@cache
+def captured(model_name: str, dtype: torch.dtype) -> BlockGraph:
+    model, batch = build(model_name, dtype)
+    with lifted(dtype):
+        return find_blocks(capture(model, batch))
+
+
+@cache
+def _watch() -> Watch:
+    return start_watch()
+
+
+def make_optimizer(kind: str) -> Any:
+    if kind == "sgd":
+        return lambda tensors: torch.optim.SGD(tensors, lr=LEARNING_RATE)
+    return lambda tensors: torch.optim.AdamW(tensors, lr=LEARNING_RATE, weight_decay=0.1)
+
+
+def resolve(model_name: str, dtype: torch.dtype, plan: Plan | str) -> Plan:
+    if isinstance(plan, Plan):
+        return plan
+    _, batch = build(model_name, dtype)
+    return named_plan(captured(model_name, dtype), parse_named(plan), batch=batch_spec(batch))
+
+
+def train(
+    rank: int, model_name: str, plan: Plan | str, dtype: torch.dtype, optimizer: str, num_steps: int
+) -> dict[str, Any]:
+    """Losses of all steps, the first step's gradients, the last parameters."""
+    model, batch = build(model_name, dtype)
+    trainer = parallelize(
+        model,
+        resolve(model_name, dtype, plan),
+        optimizer=make_optimizer(optimizer),
+        blocks=captured(model_name, dtype),
+        timeout_seconds=60,
+        watch=_watch(),
+    )
+    trainer.keep_gradients()
+    losses = [trainer.step(batch)]
+    gradients = trainer.gradients()
+    losses += [trainer.step(batch) for _ in range(num_steps - 1)]
+    result = {"losses": losses, "gradients": gradients, "parameters": trainer.parameters()}
+    trainer.close()
+    return result
+
+
+@cache
+def reference(model_name: str, dtype: torch.dtype, optimizer: str, num_steps: int) -> dict[str, Any]:
+    """The same on one device, by eager PyTorch."""
+    model, batch = build(model_name, dtype)
+    optim = make_optimizer(optimizer)(list(model.parameters()))
+    losses: list[float] = []
+    gradients: dict[str, Tensor] = {}
+    with lifted(dtype):
+        for step in range(num_steps):
+            optim.zero_grad()
+            loss = loss_of(model, batch)
+            loss.backward()
+            if step == 0:
+                gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+            optim.step()
+            losses.append(float(loss.detach()))
+    return {
+        "losses": losses,
+        "gradients": gradients,
+        "parameters": {n: p.detach() for n, p in model.named_parameters()},
+    }

@@ -1,0 +1,77 @@
+"""Every plan trains like one device: gradients, parameters and losses, on real processes."""
+
+import pytest
+import torch
+
+from planloom.plan import parse_named
+from tests.dist.cases import LEARNING_RATE, reference, train
+from tests.dist.workers import Pool
+
+TWO = [
+    "dp=2",
+    "tp=2",
+    "tp=2,vocab",
+    "tp=2,sequence",
+    "tp=2,sequence,vocab",
+    "tp2=2",
+    "dp=2,zero1",
+    "dp=2,zero3",
+    "dp=2,micro=2",
+    "dp=2,zero3,micro=2",
+    "pp=2,micro=4,gpipe",
+    "pp=2,micro=4,1f1b",
+]
+FOUR = [
+    "dp=4",
+    "tp=4,vocab",
+    "dp=2,tp=2,vocab",
+    "tp=2,tp2=2",
+    "tp=2,tp2=2,vocab",
+    "tp=4,sequence,vocab",
+    "dp=2,tp=2,sequence,vocab,zero1",
+    "dp=4,zero1",
+    "dp=4,zero3",
+    "dp=2,tp=2,zero3,micro=2",
+    "pp=2,tp=2,micro=4,1f1b",
+    "pp=2,tp=2,vocab,sequence,micro=4,gpipe",
+    "pp=2,dp=2,zero1,micro=2,1f1b",
+    "pp=2,dp=2,zero3,micro=4,1f1b",
+]
+CASES = [(model, plan) for model in ("gpt", "llama") for plan in TWO + FOUR]
+
+
+def world_of(plan: str) -> int:
+    return parse_named(plan).num_devices
+
+
+@pytest.mark.parametrize(("model", "plan"), CASES)
+def test_gradients_and_sgd_in_float64(pools: dict[int, Pool], model: str, plan: str) -> None:
+    expected = reference(model, torch.float64, "sgd", 4)
+    results = pools[world_of(plan)].run(train, model, plan, torch.float64, "sgd", 4)
+    largest = max(float(g.abs().max()) for g in expected["gradients"].values())
+    seen = set()
+    for result in results:
+        for name, gradient in result["gradients"].items():
+            whole = expected["gradients"][name]
+            bound = 1e-10 * max(float(whole.abs().max()), 1e-6 * largest)
+            assert float((gradient - whole).abs().max()) <= bound, name
+            assert float((result["parameters"][name] - expected["parameters"][name]).abs().max()) <= 1e-10, name
+            seen.add(name)
+        assert result["losses"] == pytest.approx(expected["losses"], rel=1e-12)
+    assert seen == set(expected["gradients"])
+
+
+@pytest.mark.parametrize(("model", "plan"), CASES)
+def test_adamw_in_float64(pools: dict[int, Pool], model: str, plan: str) -> None:
+    expected = reference(model, torch.float64, "adamw", 4)
+    for result in pools[world_of(plan)].run(train, model, plan, torch.float64, "adamw", 4):
+        for name, parameter in result["parameters"].items():
+            error = float((parameter - expected["parameters"][name]).abs().max())
+            assert error <= 1e-6 * LEARNING_RATE, name
+
+
+@pytest.mark.parametrize(("model", "plan"), CASES)
+def test_loss_in_float32(pools: dict[int, Pool], model: str, plan: str) -> None:
+    expected = reference(model, torch.float32, "sgd", 2)
+    for result in pools[world_of(plan)].run(train, model, plan, torch.float32, "sgd", 2):
+        assert result["losses"] == pytest.approx(expected["losses"], rel=1e-5)

@@ -1,0 +1,57 @@
+"""On a GPU: the graph is the same, and training equals eager PyTorch on the same device.
+
+NCCL refuses two ranks on one GPU; gloo carries CUDA tensors there, so several ranks share one.
+"""
+
+import pytest
+import torch
+
+from planloom.blocks import find_blocks
+from planloom.capture import batch_spec, capture
+from planloom.graph import fingerprint
+from planloom.plan import named_plan, parse_named
+from planloom.train import parallelize
+from tests.dist.workers import Pool
+from tests.models import build, lifted, loss_of
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_the_graph_does_not_depend_on_the_device(name: str) -> None:
+    model, batch = build(name, torch.float32)
+    on_cpu = fingerprint(capture(model, batch))
+    model, batch = build(name, torch.float32)
+    assert fingerprint(capture(model.cuda(), batch)) == on_cpu
+
+
+def train(rank: int, name: str, plan_name: str) -> tuple[list[float], list[float], float]:
+    """Losses under a plan, losses of eager training, and the largest difference of a parameter afterwards."""
+    device = torch.device("cuda")
+    model, batch = build(name, torch.float64)
+    batch = {key: tensor.to(device) for key, tensor in batch.items()}
+    with lifted(torch.float64):
+        blocks = find_blocks(capture(model.to(device), batch))
+    plan = named_plan(blocks, parse_named(plan_name), batch=batch_spec(batch))
+    trainer = parallelize(model, plan, optimizer=lambda p: torch.optim.SGD(p, lr=0.05), blocks=blocks)
+    losses = [trainer.step(batch) for _ in range(3)]
+    parameters = trainer.parameters()
+    trainer.close()
+    optimizer, expected = torch.optim.SGD(model.parameters(), lr=0.05), []
+    with lifted(torch.float64):
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = loss_of(model, batch)
+            loss.backward()
+            optimizer.step()
+            expected.append(float(loss.detach()))
+    eager = dict(model.named_parameters())
+    return losses, expected, max(float((p - eager[n].detach()).abs().max()) for n, p in parameters.items())
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+@pytest.mark.parametrize("plan", ["single", "micro=2", "dp=2", "tp=2,vocab", "dp=2,zero3", "tp=2,sequence"])
+def test_training_equals_eager(name: str, plan: str, gpu_pools: dict[int, Pool]) -> None:
+    for losses, expected, error in gpu_pools[parse_named(plan).num_devices].run(train, name, plan):
+        assert losses == pytest.approx(expected, rel=1e-10)
+        assert error <= 1e-10

@@ -1,0 +1,394 @@
+"""Capture: the graph is the model, and what cannot be captured is refused with what to do."""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from planloom.blocks import find_blocks
+from planloom.capture import batch_spec, capture, capture_from_spec
+from planloom.errors import CaptureError
+from planloom.execute import RunVjp
+from planloom.graph import Graph, fingerprint
+from planloom.graph.rules import flat
+from tests.models import MODELS, build, loss_of
+from tests.torch.captured import Captured, captured, of
+from tests.torch.hand_runs import whole_model
+
+BOTH = pytest.mark.parametrize("model", MODELS)
+
+
+def graph_of(model: str) -> Graph:
+    return captured(model, torch.float32).blocks.graph
+
+
+# --- the graph is the model ------------------------------------------------------------------------------------------
+
+
+@BOTH
+def test_parameters_are_those_of_the_model_each_once(model: str) -> None:
+    graph, parameters = graph_of(model), dict(captured(model, torch.float32).model.named_parameters())
+    assert set(graph.parameters) == set(parameters)
+    assert len(graph.parameters) == len(parameters)
+    for name, parameter in parameters.items():
+        assert graph.tensors[name].shape == tuple(parameter.shape)
+        assert graph.tensors[name].dtype == "float32"
+
+
+def test_a_tied_weight_is_one_tensor_with_two_readers() -> None:
+    graph = graph_of("gpt")
+    assert graph.tied == {"head.weight": "embed.weight"}
+    readers = [op.module for op in graph.ops if "embed.weight" in op.inputs]
+    assert readers == ["embed", "head"]
+    assert graph_of("llama").tied == {}
+
+
+@BOTH
+def test_inputs_are_the_batch(model: str) -> None:
+    found = captured(model, torch.float32)
+    graph = found.blocks.graph
+    assert graph.inputs == tuple(found.batch)
+    assert {name: (graph.tensors[name].shape, graph.tensors[name].dtype) for name in graph.inputs} == batch_spec(
+        found.batch
+    )
+    assert graph.tensors[graph.loss].shape == ()
+
+
+@BOTH
+def test_every_operator_has_a_rule_that_fits_its_tensors(model: str) -> None:
+    graph = graph_of(model)
+    for op in graph.ops:
+        assert op.rule is not None, op.name
+        names = (*op.inputs, *op.outputs)
+        for name, term in zip(names, (*op.rule.inputs, *op.rule.outputs), strict=True):
+            assert tuple(op.rule.sizes[factor] for factor in flat(term)) == graph.tensors[name].sizes, (op.name, name)
+    for tensor in graph.tensors.values():
+        assert tuple(int(torch.tensor(factors).prod()) for factors in tensor.factors) == tensor.shape
+
+
+@BOTH
+def test_given_tensors_depend_on_no_parameter(model: str) -> None:
+    graph = graph_of(model)
+    known = {*graph.inputs, *graph.buffers}
+    for op in graph.given:
+        assert known.issuperset(op.inputs), op.name
+        known.update(op.outputs)
+    assert all(set(op.inputs) - known for op in graph.ops)
+    assert not any(map(graph.is_differentiable, known))
+
+
+@BOTH
+def test_a_graph_survives_json(model: str) -> None:
+    graph = graph_of(model)
+    again = msgspec.json.decode(msgspec.json.encode(graph), type=Graph)
+    assert again == graph
+    assert fingerprint(again) == fingerprint(graph)
+
+
+@BOTH
+def test_a_model_on_meta_is_captured_as_one_in_memory(model: str) -> None:
+    here, batch = build(model, torch.float32)
+    graph = capture(here.to("meta"), batch)
+    assert graph == graph_of(model)
+    assert fingerprint(graph) == fingerprint(graph_of(model))
+    assert capture_from_spec(here, batch_spec(batch)) == graph
+
+
+@BOTH
+def test_the_fingerprint_knows_shapes_and_dtypes(model: str) -> None:
+    here, batch = build(model, torch.float32)
+    half = {name: tensor[:4] for name, tensor in batch.items()}
+    prints = {
+        fingerprint(graph_of(model)),
+        fingerprint(capture(here.to("meta"), half)),
+        fingerprint(captured(model, torch.float64).blocks.graph),
+    }
+    assert len(prints) == 3
+
+
+# --- the graph, run, is the model ------------------------------------------------------------------------------------
+
+
+def run_whole(found: Captured) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients of the graph as one run on one device."""
+    local = whole_model(found.blocks)
+    names = [slot.tensor for slot in local.run.inputs]
+    vjp = RunVjp(local, [found.parameters[name] for name in names], found.given, 0)
+    (loss,) = vjp.take_outputs()
+    gradients = vjp.backward([torch.ones_like(loss)])
+    return loss, {name: g for name, g in zip(names, gradients, strict=True) if g is not None}
+
+
+def run_eager(found: Captured) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = loss_of(found.model, found.batch)
+    names, parameters = zip(*((n, p) for n, p in found.model.named_parameters() if p.requires_grad), strict=True)
+    gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+    return loss.detach(), {name: g for name, g in zip(names, gradients, strict=True) if g is not None}
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+@pytest.mark.parametrize(("model", "allowed"), [("gpt", 0), ("llama", 1e-6)])
+def test_the_graph_computes_what_eager_computes(model: str, allowed: float) -> None:
+    """Gpt bit by bit. Llama to rounding: its loss leaves labels out, and its weights a token are rounded once more."""
+    (loss, gradients), (expected_loss, expected) = (run(captured(model, torch.float32)) for run in (run_whole, run_eager))
+    assert error(loss, expected_loss) <= 1e-6
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        assert error(gradient, expected[name]) <= allowed, name
+
+
+class Model(nn.Module):
+    """A linear map from [8, 4] to [8, 6] and whatever a test puts behind it."""
+
+    def __init__(self, finish: Callable[..., Any], **members: Any) -> None:
+        super().__init__()
+        self.map, self.finish = nn.Linear(4, 6), finish
+        for name, member in members.items():
+            setattr(self, name, member)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.finish(self, x)
+
+
+def batch() -> dict[str, Tensor]:
+    return {"x": torch.randn(8, 4, generator=torch.Generator().manual_seed(1))}
+
+
+def without_grad(model: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        frozen = model.map(x)
+    return (frozen * model.map(x)).sum()
+
+
+class Straight(torch.autograd.Function):
+    """Rounds, and lets the gradient pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+def hooked(model: Any, x: Tensor) -> Tensor:
+    y = model.map(x)
+    if y.requires_grad:
+        y.register_hook(lambda gradient: 2 * gradient)
+    return y.sum()
+
+
+SMALL: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
+    "frozen parameters": (lambda m, x: m.last(m.map(x)).sum(), lambda: {"last": nn.Linear(6, 2).requires_grad_(False)}),
+    "an unused parameter": (lambda m, x: m.map(x).sum(), lambda: {"last": nn.Linear(6, 2)}),
+    "a weight used twice": (lambda m, x: F.linear(m.map(x), m.map.weight.t()).pow(2).sum(), dict),
+    "a norm without weights": (
+        lambda m, x: m.norm(m.map(x)).pow(3).sum(),
+        lambda: {"norm": nn.LayerNorm(6, elementwise_affine=False)},
+    ),
+    "a norm without bias": (lambda m, x: m.norm(m.map(x)).pow(3).sum(), lambda: {"norm": nn.LayerNorm(6, bias=False)}),
+    "a summed loss": (lambda m, x: F.cross_entropy(m.map(x), torch.arange(8) % 6, reduction="sum"), dict),
+    "labels left out": (lambda m, x: F.cross_entropy(m.map(x), torch.arange(8) % 6, ignore_index=2), dict),
+    "two losses": (lambda m, x: F.cross_entropy(m.map(x), torch.arange(8) % 6) + m.map(x).pow(2).mean(), dict),
+    "operators in place": (lambda m, x: m.map(x).relu_().add_(1).pow(2).sum(), dict),
+    "chunks": (lambda m, x: (lambda a, b: (a * b.sigmoid()).sum())(*m.map(x).chunk(2, 1)), dict),
+    "idle dropout": (lambda m, x: m.drop(m.map(x)).pow(2).sum(), lambda: {"drop": nn.Dropout(0.0)}),
+    "one sample": (lambda m, x: m.map(x[:1]).pow(2).sum(), dict),
+}
+"""Model → (what follows the map, further members)."""
+
+WRONG: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], str]] = {
+    "no_grad": (without_grad, dict, "run_decompositions inlines no_grad regions, and their results get cotangents"),
+    "autograd function": (
+        lambda m, x: Straight.apply(m.map(x)).sum(),
+        dict,
+        "export sees the forward of an autograd.Function only; its backward is lost",
+    ),
+    "tensor hook": (hooked, dict, "export does not see hooks; what they do to gradients is lost"),
+    "a parameter named like an operator": (
+        lambda m, x: (m.map(x) * m.linear).sum(),
+        lambda: {"linear": nn.Parameter(torch.full((8, 6), 2.0))},
+        "capture/translate.py: parameters, inputs and results share one namespace",
+    ),
+    "a parameter named like an input": (
+        lambda m, x: (m.map(x) * m.map(m.x)).sum(),
+        lambda: {"x": nn.Parameter(torch.full((8, 4), 2.0))},
+        "capture/translate.py: parameters, inputs and results share one namespace",
+    ),
+    "a constant": (
+        lambda m, x: (m.map(x) * torch.tensor([1.0, 2, 3, 4, 5, 6])).sum(),
+        dict,
+        "lifted constants are listed as buffers, but nobody keeps their values: KeyError in training",
+    ),
+    "a loss of one element": (
+        lambda m, x: m.map(x).sum().reshape(1),
+        dict,
+        "a loss of shape [1] is accepted, but its cotangent is a scalar",
+    ),
+    "no parameter in the loss": (
+        lambda m, x: x.sum(),
+        dict,
+        "a loss that depends on inputs alone is a given tensor that no block makes: KeyError later",
+    ),
+}
+"""As above, with what goes wrong today."""
+
+CASES = [pytest.param(*case, id=name) for name, case in SMALL.items()] + [
+    pytest.param(finish, members, id=name, marks=pytest.mark.xfail(strict=True, reason=reason))
+    for name, (finish, members, reason) in WRONG.items()
+]
+
+
+@pytest.mark.parametrize(("finish", "members"), CASES)
+def test_a_small_model_computes_what_eager_computes_or_is_refused(
+    finish: Callable[..., Any], members: Callable[[], dict[str, Any]]
+) -> None:
+    torch.manual_seed(5)
+    model = Model(finish, **members())
+    try:
+        graph = capture(model, batch())
+    except CaptureError:
+        assert finish in [case[0] for case in WRONG.values()], "this model must be captured"
+        return
+    found = of(model, batch(), find_blocks(graph))
+    (loss, gradients), (expected_loss, expected) = run_whole(found), run_eager(found)
+    assert loss.shape == ()
+    assert error(loss, expected_loss) <= 1e-6
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        assert error(gradient, expected[name]) <= 1e-5, name
+
+
+def test_minus_infinity_survives_json() -> None:
+    graph = capture(Model(lambda m, x: m.map(x).masked_fill(x[:, :1] > 0, float("-inf")).exp().sum()), batch())
+    assert any(-torch.inf in op.args for op in graph.ops)
+    if msgspec.json.decode(msgspec.json.encode(graph), type=Graph) != graph:
+        pytest.xfail("JSON has no infinity: msgspec writes null; arguments need a spelling for it (graph/values.py)")
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+RANDOM = "capture/translate.py: random operators that depend on no parameter become given, and differ between devices"
+MISLEADING = "capture/translate.py: a result that is no tensor is reported as `several results`"
+
+
+def xfail(reason: str, *case: object, id: str) -> Any:
+    return pytest.param(*case, id=id, marks=pytest.mark.xfail(strict=True, reason=reason))
+
+
+@pytest.mark.parametrize(
+    ("finish", "members", "message"),
+    [
+        pytest.param(
+            lambda m, x: m.map(x), {}, r"(?s)scalar loss.*\[8, 6\].*to do:.*loss=…", id="a loss that is not a scalar"
+        ),
+        pytest.param(lambda m, x: (m.map(x).sum(),), {}, r"(?s)scalar loss.*tuple.*to do:", id="a loss in a tuple"),
+        pytest.param(
+            lambda m, x: m.drop(m.map(x)).sum(),
+            {"drop": nn.Dropout(0.1)},
+            r"(?s)random.*dropout.* in drop.*to do:.*dropout to 0",
+            id="dropout",
+        ),
+        pytest.param(
+            lambda m, x: F.scaled_dot_product_attention(*[m.map(x).view(1, 2, 4, 6)] * 3, dropout_p=0.1).sum(),
+            {},
+            r"(?s)attention with dropout.*0\.1.*to do:.*dropout to 0",
+            id="dropout in attention",
+        ),
+        pytest.param(
+            lambda m, x: torch.cumsum(m.map(x), 1).sum(),
+            {},
+            r"(?s)aten.cumsum.default has no dimension rule.*cumsum in the model.*\(8, 6\).*to do:",
+            id="an operator without a rule",
+        ),
+        pytest.param(
+            lambda m, x: m.map(x).sum() if m.map(x).sum() > 0 else m.map(x).mean(),
+            {},
+            r"(?s)torch.export cannot capture Model.*data-dependent.*control flow.*to do:",
+            id="control flow on values",
+        ),
+        pytest.param(
+            lambda m, x: (m.count.add_(1), m.map(x).sum())[1],
+            {"count": nn.Buffer(torch.zeros(()))},
+            r"(?s)buffers that change.*count is written.*to do:.*eval mode",
+            id="a buffer that is written",
+        ),
+        pytest.param(
+            lambda m, x: F.cross_entropy(m.map(x), torch.arange(8) % 6, label_smoothing=0.1),
+            {},
+            r"(?s)cross_entropy.*smoothing 0\.1.*no smoothing",
+            id="label smoothing",
+        ),
+        xfail(
+            "capture/translate.py: the message is about `several results`; buffers are looked at after the operators",
+            lambda m, x: m.norm(m.map(x)).sum(),
+            {"norm": nn.BatchNorm1d(6)},
+            r"(?s)buffers that change.*norm.running_mean.*to do:",
+            id="batch norm in train mode",
+        ),
+        xfail(
+            MISLEADING,
+            lambda m, x: m.map(x).sum() * m.map(x).max().item(),
+            {},
+            r"(?s)aten.item.*depend.* values",
+            id="a number read from a tensor",
+        ),
+        xfail(
+            MISLEADING,
+            lambda m, x: m.map(x)[m.map(x) > 0].sum(),
+            {},
+            r"(?s)depend.* values",
+            id="a shape that depends on values",
+        ),
+        xfail(
+            "scale_grad_by_freq counts tokens over the whole batch: wrong as soon as the batch is split",
+            lambda m, x: m.table(x.long().abs()).sum(),
+            {"table": nn.Embedding(9, 4, scale_grad_by_freq=True)},
+            "scale_grad_by_freq",
+            id="gradients scaled by frequency",
+        ),
+        xfail(
+            "sparse gradients are a bare RuntimeError in the first backward",
+            lambda m, x: m.table(x.long().abs()).sum(),
+            {"table": nn.Embedding(9, 4, sparse=True)},
+            "sparse",
+            id="sparse gradients",
+        ),
+        xfail(RANDOM, lambda m, x: (m.map(x) + torch.randn(6)).sum(), {}, "(?s)random.*randn", id="randn"),
+        xfail(RANDOM, lambda m, x: m.map(x + torch.rand_like(x)).sum(), {}, "(?s)random.*rand_like", id="rand_like"),
+        xfail(RANDOM, lambda m, x: m.map(x[torch.randperm(8)]).sum(), {}, "(?s)random.*randperm", id="randperm"),
+        xfail(
+            RANDOM, lambda m, x: (m.map(x) * torch.empty(6).normal_()).sum(), {}, "(?s)random.*normal", id="normal"
+        ),
+    ],
+)
+def test_what_cannot_be_captured_says_what_and_what_to_do(
+    finish: Callable[..., Any], members: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CaptureError, match=message):
+        capture(Model(finish, **members), batch())
+
+
+def test_a_batch_that_the_model_does_not_take() -> None:
+    with pytest.raises(CaptureError, match=r"(?s)cannot capture Model.*unexpected keyword argument 'y'"):
+        capture(Model(lambda m, x: m.map(x).sum()), {"y": torch.zeros(8, 4)})
+
+
+def test_a_loss_function_makes_a_scalar_of_any_output() -> None:
+    graph = capture(Model(lambda m, x: (m.map(x), x)), batch(), loss=lambda output: output[0].pow(2).mean())
+    assert graph.tensors[graph.loss].shape == ()
+
+
+def test_views_without_common_factors_are_refused() -> None:
+    """6 × 8 elements as 4 × 12 and as 3 × 16: no cut of the dims serves both."""
+    model = Model(lambda m, x: m.map(x).flatten().view(16, 3).sum(0).pow(2).sum())
+    with pytest.raises(CaptureError, match=r"(?s)regroup.*required:"):
+        capture(model, {"x": torch.zeros(8, 4)})
