@@ -161,7 +161,8 @@ def test_the_cheapest_program_over_two_axes(source: Layout, target: Layout, kind
 
 
 @pytest.mark.xfail(
-    strict=True, reason="collective/paths.py slices and gathers over replicated digits that the target leaves replicated"
+    strict=True,
+    reason="collective/paths.py slices and gathers over replicated digits that the target leaves replicated",
 )
 def test_digits_that_neither_layout_uses_are_not_moved() -> None:
     mesh = Mesh.of(range(16), a=4, b=4)

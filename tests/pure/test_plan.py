@@ -291,7 +291,9 @@ def test_a_name_by_example() -> None:
         "tp=2.0",
         pytest.param(
             "dp=²",
-            marks=pytest.mark.xfail(strict=True, raises=ValueError, reason="plan/library.py: isdigit() takes ², int() not"),
+            marks=pytest.mark.xfail(
+                strict=True, raises=ValueError, reason="plan/library.py: isdigit() takes ², int() not"
+            ),
         ),
     ],
 )
@@ -394,7 +396,9 @@ def test_a_wrong_value_is_named_by_its_place(plan: Plan, tmp_path: Path) -> None
     ],
     ids=str,
 )
-@pytest.mark.xfail(strict=True, reason="what Draft.plan() checks is not checked again for a plan that comes from a file")
+@pytest.mark.xfail(
+    strict=True, reason="what Draft.plan() checks is not checked again for a plan that comes from a file"
+)
 def test_an_edited_file_is_refused_where_a_draft_would_be(
     plan: Plan, blocks: BlockGraph, tmp_path: Path, fields: dict[str, Any]
 ) -> None:

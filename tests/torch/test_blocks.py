@@ -146,7 +146,9 @@ def test_a_dim_may_be_named_without_its_number() -> None:
     spec = batch_spec(found.batch)
     index = next(block.index for block in found.blocks.blocks if block.name == "layers.0.attention.qkv")
     for size, dim in ((4, "out.0"), (8, "out.1")):
-        plan = draft(found.blocks, Mesh.of(range(size), tp=size), batch=spec).split("layers.0.*.qkv", out="tp").plan("p")
+        plan = (
+            draft(found.blocks, Mesh.of(range(size), tp=size), batch=spec).split("layers.0.*.qkv", out="tp").plan("p")
+        )
         assert plan.strategies[index] == {dim: ("tp",)}
 
 
@@ -295,7 +297,9 @@ class Execution:
             if self.blocks.graph.is_differentiable(name)
         }
         expected = self._run(block, (), (), cotangents)
-        pieces = {index: self._run(block, dims, index, cotangents) for index in product(range(HALVES), repeat=len(dims))}
+        pieces = {
+            index: self._run(block, dims, index, cotangents) for index in product(range(HALVES), repeat=len(dims))
+        }
         what = f"{block.name} split along {' and '.join(dim.name for dim in dims)}"
         for part, combination, word in ((0, whole_result, "output"), (1, whole_cotangent, "cotangent of")):
             for name, value in expected[part].items():
@@ -378,7 +382,9 @@ def test_assorted_operators_can_be_split(finish: Callable[[Tensor], Tensor]) -> 
                 execution.require_free_split(block, dims)
 
 
-@pytest.mark.xfail(strict=True, reason="execute/operators.py: embedding drops padding_idx where the vocabulary is split")
+@pytest.mark.xfail(
+    strict=True, reason="execute/operators.py: embedding drops padding_idx where the vocabulary is split"
+)
 def test_a_padded_embedding_can_be_split() -> None:
     torch.manual_seed(3)
     model = nn.Sequential(nn.Embedding(8, 4, padding_idx=1)).double()

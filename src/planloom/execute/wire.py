@@ -6,7 +6,8 @@ own is an all-reduce and a chunk, twice the bytes. A collective never writes int
 writes do not bump versions, and autograd would not notice.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -21,8 +22,21 @@ Finish = Callable[[], Tensor]
 """Waits for what was started, and returns the result."""
 
 
+class PeerLostError(RuntimeError):
+    """Communication failed: a peer is gone, or did not answer in time."""
+
+
+@contextmanager
+def _on_the_wire() -> Iterator[None]:
+    """What `torch.distributed` raises here is a lost peer; what computation raises elsewhere is not."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLostError(str(error)) from error
+
+
 class Wire:
-    """The process groups of a program, and its communication on them. `rank_of` maps devices to ranks."""
+    """The process groups of a program, and its communication on them. Devices are ranks."""
 
     def __init__(self, device: int, *, timeout_seconds: float) -> None:
         self.device = device
@@ -33,7 +47,8 @@ class Wire:
         """Create all groups, in one order on every rank; each set of ranks once."""
         for ranks in sorted({tuple(sorted(group)) for group in groups}):
             if len(ranks) > 1 and ranks not in self._groups:
-                self._groups[ranks] = dist.new_group(list(ranks), timeout=self.timeout)
+                with _on_the_wire():
+                    self._groups[ranks] = dist.new_group(list(ranks), timeout=self.timeout)
 
     def close(self) -> None:
         """Destroy the groups; every rank must do so."""
@@ -70,20 +85,23 @@ class Wire:
     def _all_reduce(self, step: Step, array: Tensor, group: tuple[int, ...]) -> Finish:
         result = array.clone(memory_format=torch.contiguous_format)
         op = dist.ReduceOp.SUM if step.combine == "sum" else dist.ReduceOp.MAX
-        work = dist.all_reduce(result, op, group=self._group(group), async_op=True)
+        with _on_the_wire():
+            work = dist.all_reduce(result, op, group=self._group(group), async_op=True)
         return _after(work, lambda: result)
 
     def _all_gather(self, step: Step, array: Tensor, group: tuple[int, ...]) -> Finish:
         array = array.contiguous()
         pieces = [torch.empty_like(array) for _ in group]
-        work = dist.all_gather(pieces, array, group=self._group(group), async_op=True)
+        with _on_the_wire():
+            work = dist.all_gather(pieces, array, group=self._group(group), async_op=True)
         return _after(work, lambda: torch.cat(_from_sorted(pieces, group), step.along))
 
     def _all_to_all(self, step: Step, array: Tensor, group: tuple[int, ...]) -> Finish:
         """Piece p of every member goes to the member at position p; then a sum, or a concatenation."""
         pieces = torch.stack(_to_sorted(list(array.chunk(len(group), step.into)), group))
         received = torch.empty_like(pieces)
-        work = dist.all_to_all_single(received, pieces, group=self._group(group), async_op=True)
+        with _on_the_wire():
+            work = dist.all_to_all_single(received, pieces, group=self._group(group), async_op=True)
         if step.kind == "reduce_scatter":
             return _after(work, lambda: received.sum(0))
         return _after(work, lambda: torch.cat(_from_sorted(list(received), group), step.along))
@@ -99,7 +117,8 @@ class Wire:
         for transfer in transfers:
             if transfer.source == self.device:
                 part = _narrow(array, transfer.source_box).contiguous()
-                works.append((dist.isend(part, transfer.target, tag=tag), part))
+                with _on_the_wire():
+                    works.append((dist.isend(part, transfer.target, tag=tag), part))
 
         def finish() -> Tensor:
             for work, _ in works:
@@ -118,7 +137,8 @@ class Wire:
             if transfer.target == self.device:
                 shape = [stop - start for start, stop in transfer.target_box]
                 part = torch.empty(shape, dtype=dtype, device=at)
-                works.append((dist.irecv(part, transfer.source, tag=tag), part, transfer.target_box))
+                with _on_the_wire():
+                    works.append((dist.irecv(part, transfer.source, tag=tag), part, transfer.target_box))
 
         def finish() -> Tensor:
             for work, part, box in works:
@@ -139,7 +159,8 @@ def _after(work: "dist.Work | None", result: Finish) -> Finish:
 
 def _wait(work: "dist.Work | None") -> None:
     assert work is not None
-    work.wait()
+    with _on_the_wire():
+        work.wait()
 
 
 def _from_sorted(pieces: list[Tensor], group: tuple[int, ...]) -> list[Tensor]:

@@ -5,7 +5,6 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -13,7 +12,7 @@ from planloom.blocks import BlockGraph, find_blocks
 from planloom.capture import Batch, batch_spec, capture_from_spec
 from planloom.collective import change_layout
 from planloom.errors import TrainingError
-from planloom.execute.wire import Wire
+from planloom.execute.wire import PeerLostError, Wire
 from planloom.layout import Layout
 from planloom.plan import Plan, require_model
 from planloom.program import Proof, build_program, verify_program
@@ -122,9 +121,7 @@ class Trainer:
         """Run what communicates; if a peer is gone, say which."""
         try:
             return function()
-        except (RuntimeError, dist.DistError) as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
+        except PeerLostError as error:
             raise self._watch.explain(error) from error
 
 
