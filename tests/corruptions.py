@@ -375,6 +375,8 @@ def _respelled(step: Step, sizes: tuple[int, ...], random: Random) -> list[Step]
     spellings = [[step], [step, Step(kind="mask", groups=groups), Step(kind="all_reduce", groups=groups)]]
     divided = [factor for factor, size in enumerate(after) if size % n == 0]
     for factor in divided:
+        if factor == step.along:
+            continue  # a slice that undoes a gather at once would hide whatever was gathered
         gather = Step(kind="all_gather", groups=groups, along=factor)
         if step.kind == "all_reduce" and step.combine == "sum":
             spellings.append([Step(kind="reduce_scatter", groups=groups, into=factor), gather])

@@ -1,4 +1,4 @@
-"""Changes of layout: each program, carried out on arrays by definition, makes the target's pieces, and is the cheapest."""
+"""Changes of layout: programs that, carried out on arrays by definition, make the target's pieces most cheaply."""
 
 from itertools import product
 from math import prod

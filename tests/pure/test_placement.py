@@ -95,7 +95,7 @@ def test_meshes_by_example() -> None:
     assert mesh.devices == (0, 1, 4, 5, 2, 3, 6, 7)  # dp is the outer half of a node, tp the inner and the nodes
     assert mesh.groups(mesh.axis("tp").digits) == ((0, 1, 4, 5), (2, 3, 6, 7))
     assert mesh_of(inside, devices=range(10, 18)).devices == (10, 11, 14, 15, 12, 13, 16, 17)
-    assert str(inside) == "dp=1x2 tp=2x2"
+    assert str(inside) == "dp 1×2, tp 2×2"
 
 
 def test_axes_that_do_not_fill_the_machine() -> None:
@@ -104,5 +104,5 @@ def test_axes_that_do_not_fill_the_machine() -> None:
 
 
 def test_devices_that_a_placement_does_not_fill() -> None:
-    with pytest.raises(LayoutError, match=r"(?s)3 devices for dp=2x2.*4 devices"):
+    with pytest.raises(LayoutError, match=r"(?s)3 devices for dp 2×2.*4 devices"):
         mesh_of(Placement(axes=("dp",), matrix=((2, 2),)), devices=(0, 1, 2))

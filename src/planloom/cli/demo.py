@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,6 +17,9 @@ from planloom.plan import save_plan
 from planloom.program import verify_program
 from planloom.report import candidates_table, timeline_svg
 from planloom.simulate import simulate
+
+if TYPE_CHECKING:
+    from planloom.train.session import TrainingRun
 
 MODEL = Path("examples/models/gpt.py")
 CLUSTER = "two-by-two"
@@ -49,13 +52,13 @@ def demo_command(
     _say(as_json, f"[bold]2.[/bold] Measured {num_runs} distinct runs, of {all_runs} in {len(candidates)} plans")
     ranked = rank(candidates, Prices(blocks=captured.blocks, cluster=cluster, measured=measured))
     here = Prices(blocks=captured.blocks, cluster=cluster, measured=measured, measured_links=True)
-    local = {c.label: simulate(c.program, here).step_seconds for c in ranked if c.program is not None}
+    local = {c.label: simulate(c.program, here) for c in ranked if c.program is not None}
+    local_seconds = {label: timeline.step_seconds for label, timeline in local.items()}
     if not as_json:
-        screen.print(candidates_table(ranked, local, cluster=f"{cluster.name}: two nodes, two devices each"))
+        screen.print(candidates_table(ranked, local_seconds, cluster=f"{cluster.name}: two nodes, two devices each"))
     best = ranked[0]
     assert best.plan is not None
     assert best.program is not None
-    assert best.timeline is not None
     proof = verify_program(captured.blocks, best.program)
     _say(
         as_json,
@@ -65,14 +68,16 @@ def demo_command(
     folder = store.parent
     plan_path, picture = folder / "demo-plan.json", folder / "demo-timeline.svg"
     save_plan(best.plan, plan_path)
-    picture.write_text(timeline_svg(best.timeline, title=f"{best.label}, {cluster.name}, simulated"))
     trained = _train(source, plan_path, cluster.num_devices, steps)
-    predicted = local[best.label]
+    predicted, measured_step = local[best.label].step_seconds, trained.step_seconds
+    assert trained.timeline is not None
+    pictured = {f"{best.label}: predicted": local[best.label], "measured": trained.timeline}
+    picture.write_text(timeline_svg(pictured))
     _say(
         as_json,
-        f"[bold]4.[/bold] Trained {steps} steps on {cluster.num_devices} processes: loss {trained['losses'][0]:.3f} → "
-        f"{trained['losses'][-1]:.3f}\n\n   one step, predicted {format_seconds(predicted)}   "
-        f"measured {format_seconds(trained['step_seconds'])}   ratio {predicted / trained['step_seconds']:.2f}\n\n"
+        f"[bold]4.[/bold] Trained {steps} steps on {cluster.num_devices} processes: loss {trained.losses[0]:.3f} → "
+        f"{trained.losses[-1]:.3f}\n\n   one step, predicted {format_seconds(predicted)}   "
+        f"measured {format_seconds(measured_step)}   ratio {predicted / measured_step:.2f}\n\n"
         "   Both are for local processes over loopback (column *here*); the table ranks by the cluster's own links.\n"
         f"   plan: {plan_path}   timeline: {picture}",
     )
@@ -82,8 +87,8 @@ def demo_command(
         "best": best.name,
         "verified": True,
         "predicted_step_seconds": predicted,
-        "measured_step_seconds": trained["step_seconds"],
-        "losses": trained["losses"],
+        "measured_step_seconds": measured_step,
+        "losses": list(trained.losses),
     }
     show(document, as_json=as_json)
 
@@ -102,7 +107,7 @@ def _describe(captured: CapturedModel) -> str:
     )
 
 
-def _train(model: str, plan: Path, num_processes: int, steps: int) -> dict[str, Any]:
+def _train(model: str, plan: Path, num_processes: int, steps: int) -> "TrainingRun":
     from planloom.train.session import train_locally
 
     with progress_bar(f"starting {num_processes} processes", total=steps) as bar:
@@ -111,5 +116,6 @@ def _train(model: str, plan: Path, num_processes: int, steps: int) -> dict[str, 
             bar.say(f"training: step {step + 1}, loss {loss:.3f}, {format_seconds(seconds)}")
             bar.update(step + 1, steps)
 
-        run = train_locally(model, plan, num_processes=num_processes, num_steps=steps, on_step=on_step)
-    return {"losses": list(run.losses), "step_seconds": run.step_seconds}
+        return train_locally(
+            model, plan, num_processes=num_processes, num_steps=steps, with_timeline=True, on_step=on_step
+        )

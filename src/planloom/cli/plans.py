@@ -78,7 +78,7 @@ def find_candidates(captured: CapturedModel, cluster: Cluster, named: str | None
             )
         plan = named_plan(captured.blocks, wanted, batch=captured.spec)
         program = build_program(captured.blocks, plan, price=step_price(prices))
-        return (Candidate(name=plan.name, placement="in order", plan=plan, program=program),)
+        return (Candidate(name=plan.name, placement="devices in order", plan=plan, program=program),)
 
 
 def measure_candidates(
@@ -145,7 +145,7 @@ def simulate_command(
     loaded, captured, machine = load_plan(plan), capture_model(model), load_cluster(cluster, num_outer=nodes)
     timeline = simulate_plan(loaded, captured, machine)
     if picture is not None:
-        picture.write_text(timeline_svg(timeline, title=f"{loaded.name}: {format_seconds(timeline.step_seconds)}"))
+        picture.write_text(timeline_svg({f"{loaded.name}: {format_seconds(timeline.step_seconds)}": timeline}))
         messages.print(f"timeline written to {picture}")
     document = {
         "step_seconds": timeline.step_seconds,

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from planloom.errors import PlanError
-from planloom.plan.values import Plan
+from planloom.plan.values import PLAN_VERSION, Plan
 
 
 def save_plan(plan: Plan, path: str | Path) -> None:
@@ -29,7 +29,7 @@ def save_plan(plan: Plan, path: str | Path) -> None:
 def load_plan(path: str | Path) -> Plan:
     """Read a plan file; anything that is not one is refused with the place of the fault."""
     try:
-        return msgspec.json.decode(Path(path).read_bytes(), type=Plan)
+        plan = msgspec.json.decode(Path(path).read_bytes(), type=Plan)
     except OSError as error:
         raise PlanError(f"the plan file {path} cannot be read", given=str(error), required="a readable file") from error
     except msgspec.MsgspecError as error:
@@ -39,3 +39,11 @@ def load_plan(path: str | Path) -> Plan:
             required="JSON written by `planloom plan --out`",
             todo="write the plan again",
         ) from error
+    if plan.version != PLAN_VERSION:
+        raise PlanError(
+            f"{path} was written by another version of Planloom",
+            given=f"plan format {plan.version}",
+            required=f"plan format {PLAN_VERSION}",
+            todo="plan again with this version",
+        )
+    return plan

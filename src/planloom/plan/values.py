@@ -8,6 +8,7 @@ from planloom.graph import Graph, fingerprint, graph_difference
 from planloom.layout import Mesh
 from planloom.plan.orders import Call
 
+PLAN_VERSION = 1
 StorageKind = Literal["replicated", "zero1", "zero3"]
 
 
@@ -41,7 +42,7 @@ class Plan:
     num_micro_batches: int
     schedule: str
     orders: tuple[tuple[Call, ...], ...]
-    version: int = 1
+    version: int = PLAN_VERSION
 
     @property
     def devices(self) -> tuple[int, ...]:

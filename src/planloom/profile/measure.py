@@ -46,6 +46,13 @@ def missing_runs(
     return missing
 
 
+def is_measured(blocks: BlockGraph, programs: Sequence[Program], known: Mapping[str, float]) -> bool:
+    """Is there nothing left to measure for these programs?"""
+    has_collectives = any(key.startswith("collective/") for key in known)
+    missing = missing_runs(blocks, programs, known) or _missing_updates(blocks, programs, known)
+    return has_collectives and not missing
+
+
 def measure_programs(
     blocks: BlockGraph,
     programs: Sequence[Program],

@@ -126,7 +126,6 @@ def _slot(splits: Splits, block: Block, key: _SlotKey) -> Slot:
         layout=key.layout,
         cotangent=key.cotangent,
         sizes=splits.sizes(block, key.tensor),
-        timed_factor=splits.timed_factor(block, key.tensor),
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from planloom.collective import Step
 from planloom.layout import Box
-from planloom.program.symbols import Symbol, overlapping
+from planloom.program.symbols import Symbol, added
 
 
 class StepError(Exception):
@@ -54,12 +54,13 @@ def _one(step: Step, members: list[Symbol], group: tuple[int, ...], position: in
 def _reduced(step: Step, members: list[Symbol], group: tuple[int, ...]) -> Symbol:
     total = members[0]
     for member in members[1:]:
-        if (member.kind, member.tensor, member.box) != (total.kind, total.tensor, total.box):
-            raise StepError(f"{step.kind} adds {total} and {member}", group)
-        twice = overlapping(total.parts, member.parts) if step.combine == "sum" else None
-        if twice is not None:
-            raise StepError(f"{step.kind} counts the contribution of {twice[0][1]} at {list(twice[0][2])} twice", group)
-        total = Symbol(total.kind, total.tensor, total.box, total.parts | member.parts)
+        if step.combine == "max" and (member.kind, member.tensor, member.box) == (total.kind, total.tensor, total.box):
+            total = Symbol(total.kind, total.tensor, total.box, total.parts | member.parts)  # a maximum may count twice
+            continue
+        try:
+            total = added(total, member)
+        except ValueError as error:
+            raise StepError(f"{step.kind}: {error}", group) from None
     return total
 
 

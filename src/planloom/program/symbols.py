@@ -53,6 +53,16 @@ def overlapping(first: frozenset[Part], second: frozenset[Part]) -> Part | None:
     return None
 
 
+def added(first: Symbol, second: Symbol) -> Symbol:
+    """The sum of two symbols; ValueError if they are not of one box, or if a part would count twice."""
+    if (first.kind, first.tensor, first.box) != (second.kind, second.tensor, second.box):
+        raise ValueError(f"{first} and {second} cannot be added")
+    twice = overlapping(first.parts, second.parts)
+    if twice is not None:
+        raise ValueError(f"the contribution of {twice[0][1]} at {list(twice[0][2])} is counted twice")
+    return Symbol(first.kind, first.tensor, first.box, first.parts | second.parts)
+
+
 def covers(boxes: Iterable[Box], whole: Box) -> bool:
     """Do disjoint boxes cover the whole?"""
     return sum(map(volume, set(boxes))) == volume(whole)

@@ -6,10 +6,10 @@ in the values. The verifier, the simulator and the runtime interpret the same in
 description of what runs.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from planloom.collective import Step
-from planloom.layout import Box, Combine, Digit, Layout, Mesh
+from planloom.layout import Box, Digit, Layout, Mesh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -27,14 +27,13 @@ class Buffer:
 class Slot:
     """A tensor at the boundary of a run, with its layout and that of its cotangent (None: it carries none).
 
-    `sizes` are the factor sizes of the whole tensor in one micro-batch; `timed_factor` is split by micro-batches.
+    `sizes` are the factor sizes of the whole tensor in one micro-batch.
     """
 
     tensor: str
     layout: Layout
     cotangent: Layout | None
     sizes: tuple[int, ...]
-    timed_factor: int = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,7 +228,6 @@ class Program:
     num_micro_batches: int
     stages: tuple[StageProgram, ...]
     runs: tuple[Run, ...]
-    combine: dict[str, Combine] = field(default_factory=dict)
 
     def stage_of(self, device: int) -> int:
         return next(i for i, stage in enumerate(self.stages) if device in stage.mesh.devices)

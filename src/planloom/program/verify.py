@@ -11,16 +11,15 @@ every call of every stage and proves, or names the tensor, the instruction and t
 - at the end the loss is complete on every device, and every parameter was updated once, from its complete gradient.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from planloom.blocks import Block, BlockGraph
+from planloom.blocks import BlockGraph
 from planloom.errors import VerificationError
 from planloom.layout import Box
-from planloom.layout.boxes import whole
-from planloom.program.pieces import BlockPiece, piece_of
+from planloom.program.completeness import Completeness
+from planloom.program.symbolic_runs import RunError, SymbolicRun
 from planloom.program.symbolic_steps import StepError, apply_steps, extract, join_messages
-from planloom.program.symbols import SEED, STORED, Part, Symbol, covers, missing, overlapping
+from planloom.program.symbols import SEED, STORED, Symbol, added
 from planloom.program.values import (
     Accumulate,
     Backward,
@@ -31,7 +30,6 @@ from planloom.program.values import (
     Instruction,
     Program,
     Receive,
-    RunBlock,
     Seed,
     Send,
     Sum,
@@ -70,16 +68,14 @@ class _Interpreter:
     def __init__(self, blocks: BlockGraph, program: Program) -> None:
         self.blocks, self.program, self.graph = blocks, program, blocks.graph
         self.memory: dict[int, dict[Place, Symbol]] = {device: {} for device in program.devices}
-        self.saved: set[tuple[int, int]] = set()
+        self.complete = Completeness(blocks=blocks)
+        self.saved: set[tuple[int, int, int]] = set()
         self.sent: dict[tuple[str, int], tuple[Send, int]] = {}
         self.received: dict[tuple[str, int], tuple[Receive, int]] = {}
         self.messages: dict[tuple[str, int], dict[tuple[int, int, int], Symbol]] = {}
         self.in_flight: dict[tuple[int, Place], list[tuple[str, int, str]]] = {}
         self.updated: set[tuple[int, str]] = set()
         self.counts = {"instructions": 0, "collectives": 0, "messages": 0}
-        self._wholes: dict[tuple[str, int], Box] = {}
-        self._further: dict[str, Mapping[str, Mapping[str, Box]]] = {}
-        self._by_name = {block.name: block for block in blocks.blocks}
         for stage in program.stages:
             for stored in stage.parameters:
                 for device in stage.mesh.devices:
@@ -112,7 +108,8 @@ class _Interpreter:
         except _FaultError as fault:
             when = f" of micro-batch {micro}" if micro >= 0 else ""
             raise VerificationError(
-                f"the program does not compute {fault.tensor} as the model does: {fault.what}",
+                f"the program of {self.program.plan_name!r} does not compute {fault.tensor} as the model does: "
+                f"{fault.what}",
                 given=f"instruction {index} ({_describe(instruction)}) in stage {s}, {body}{when}, "
                 f"ranks {', '.join(map(str, fault.ranks))}",
                 required=f"tensor {fault.tensor} complete, in place, and every part counted once",
@@ -138,7 +135,7 @@ class _Interpreter:
     def _finish(self) -> Proof:
         loss = self.graph.loss
         for s, stage in enumerate(self.program.stages):
-            expected = {stored.name for stored in stage.parameters if self._wants_gradient(stored.name)}
+            expected = {stored.name for stored in stage.parameters if self.complete.consumers(stored.name)}
             for device in stage.mesh.devices:
                 self._final(s, device, loss, self.memory[device].get((stage.loss, -1)), "value", ())
                 for stored in stage.parameters:
@@ -161,7 +158,9 @@ class _Interpreter:
         )
 
     def _final(self, s: int, device: int, tensor: str, symbol: Symbol | None, kind: str, box: Box) -> None:
-        good = symbol is not None and symbol.kind == kind and symbol.box == box and not self._lacks_value(symbol)
+        good = (
+            symbol is not None and symbol.kind == kind and symbol.box == box and not self.complete.lacks_value(symbol)
+        )
         if not good:
             raise VerificationError(
                 f"at the end of the step {tensor} is wrong on rank {device} (stage {s})",
@@ -242,14 +241,10 @@ class _Interpreter:
             raise _FaultError(tensor, f"the buffer holds {symbol}", (device,))
 
     def _add(self, device: int, tensor: str, first: Symbol, second: Symbol) -> Symbol:
-        if (first.kind, first.tensor, first.box) != (second.kind, second.tensor, second.box):
-            raise _FaultError(tensor, f"{first} and {second} cannot be added", (device,))
-        twice = overlapping(first.parts, second.parts)
-        if twice is not None:
-            raise _FaultError(
-                tensor, f"the contribution of {twice[0][1]} at {list(twice[0][2])} is counted twice", (device,)
-            )
-        return Symbol(first.kind, first.tensor, first.box, first.parts | second.parts)
+        try:
+            return added(first, second)
+        except ValueError as error:
+            raise _FaultError(tensor, str(error), (device,)) from None
 
     def _update(self, s: int, device: int, update: Update, micro: int) -> None:
         stage = self.program.stages[s]
@@ -259,7 +254,7 @@ class _Interpreter:
             box = stored[name].optimizer_layout.box(stored[name].sizes, stage.mesh.coordinates(device))
             if symbol.kind != "cotangent" or symbol.tensor != name or symbol.box != box:
                 raise _FaultError(name, f"the update reads {symbol}, not the gradient at {list(box)}", (device,))
-            lack = self._lacks_cotangent(symbol)
+            lack = self.complete.lacks_cotangent(symbol)
             if lack:
                 raise _FaultError(name, f"its gradient is incomplete: {lack}", (device,))
             if (device, name) in self.updated:
@@ -354,148 +349,47 @@ class _Interpreter:
 
     # -- runs
 
-    def _pieces(self, s: int, device: int, run: int) -> list[tuple[Block, RunBlock, BlockPiece]]:
-        coordinates = self.program.stages[s].mesh.coordinates(device)
-        num_micro = self.program.num_micro_batches
-        parts = self.program.runs[run].blocks
-        return [
-            (block, part, piece_of(block, part, coordinates, num_micro))
-            for part in parts
-            for block in (self.blocks.blocks[part.block],)
-        ]
+    def _symbolic(self, s: int, device: int, run: int, micro: int) -> SymbolicRun:
+        return SymbolicRun(
+            blocks=self.blocks,
+            complete=self.complete,
+            run=self.program.runs[run],
+            coordinates=self.program.stages[s].mesh.coordinates(device),
+            num_micro=self.program.num_micro_batches,
+            micro=micro,
+        )
 
     def _forward(self, s: int, device: int, forward: Forward, micro: int) -> None:
-        run = self.program.runs[forward.run]
-        inside: dict[str, Symbol] = {}
-        for block, part, piece in self._pieces(s, device, forward.run):
-            for tensor in (*block.inputs, *block.parameters):
-                if tensor in part.reads:
-                    symbol = self._read(device, forward.inputs[part.reads[tensor]], micro, tensor)
-                else:
-                    symbol = inside[tensor]
-                self._require_input(device, block, tensor, symbol, self._box(piece, tensor, micro))
-            for tensor in block.outputs:
-                summed = tuple(piece.interval(d.name, d.size, micro) for d in block.dims if tensor in d.partials)
-                parts = frozenset({((tensor, block.name, summed),)})
-                inside[tensor] = Symbol("value", tensor, self._box(piece, tensor, micro), parts)
-        self.saved.add((device, self._saved_key(forward.run, micro)))
-        for slot, buffer in zip(run.outputs, forward.outputs, strict=True):
-            self._write(device, buffer, micro, inside[slot.tensor])
+        def read(slot: int, tensor: str) -> Symbol:
+            return self._read(device, forward.inputs[slot], micro, tensor)
 
-    def _saved_key(self, run: int, micro: int) -> int:
-        return run * (self.program.num_micro_batches + 1) + micro + 1
-
-    def _box(self, piece: BlockPiece, tensor: str, micro: int) -> Box:
-        return piece.box(self.graph.tensors[tensor].sizes, tensor, micro)
-
-    def _require_input(self, device: int, block: Block, tensor: str, symbol: Symbol, box: Box) -> None:
-        if symbol.kind != "value" or symbol.tensor != tensor or symbol.box != box:
-            raise _FaultError(tensor, f"{block.name} needs it at {list(box)} and is given {symbol}", (device,))
-        lack = self._lacks_value(symbol)
-        if lack:
-            raise _FaultError(tensor, f"{block.name} is given an incomplete value: {lack}", (device,))
+        try:
+            made = self._symbolic(s, device, forward.run, micro).forward(read)
+        except RunError as error:
+            raise _FaultError(error.tensor, str(error), (device,)) from None
+        self.saved.add((device, forward.run, micro))
+        for slot, buffer in zip(self.program.runs[forward.run].outputs, forward.outputs, strict=True):
+            self._write(device, buffer, micro, made[slot.tensor])
 
     def _backward(self, s: int, device: int, backward: Backward, micro: int) -> None:
         run = self.program.runs[backward.run]
-        key = (device, self._saved_key(backward.run, micro))
-        if key not in self.saved:
+        if (device, backward.run, micro) not in self.saved:
             raise _FaultError(run.outputs[0].tensor, "the backward of a run has no forward before it", (device,))
-        self.saved.remove(key)
-        inside: dict[str, Symbol] = {}
-        for slot, buffer in zip(run.outputs, backward.cotangents, strict=True):
-            if buffer is not None:
-                inside[slot.tensor] = self._read(device, buffer, micro, slot.tensor)
-        slots: dict[int, Symbol] = {}
-        for block, part, piece in reversed(self._pieces(s, device, backward.run)):
-            if not self._gives_cotangents(block):
-                continue
-            taken = self._take_cotangents(device, block, part, piece, inside, micro)
-            for tensor in (*block.inputs, *block.parameters):
-                if not self._is_differentiable(tensor):
-                    continue
-                own = tuple(piece.interval(d.name, d.size, micro) for d in block.dims if tensor not in d.shards)
-                link = (tensor, block.name, own)
-                parts = frozenset((link, *rest) for rest in taken)
-                symbol = Symbol("cotangent", tensor, self._box(piece, tensor, micro), parts)
-                if tensor in part.reads:
-                    slot_index = part.reads[tensor]
-                    old = slots.get(slot_index)
-                    slots[slot_index] = symbol if old is None else self._add(device, tensor, old, symbol)
-                else:
-                    old = inside.get(tensor)
-                    inside[tensor] = symbol if old is None else self._add(device, tensor, old, symbol)
-        for i, (slot, buffer) in enumerate(zip(run.inputs, backward.outputs, strict=True)):
-            if buffer is not None:
+        self.saved.remove((device, backward.run, micro))
+        cotangents = {
+            slot.tensor: self._read(device, buffer, micro, slot.tensor)
+            for slot, buffer in zip(run.outputs, backward.cotangents, strict=True)
+            if buffer is not None
+        }
+        try:
+            slots = self._symbolic(s, device, backward.run, micro).backward(cotangents)
+        except RunError as error:
+            raise _FaultError(error.tensor, str(error), (device,)) from None
+        for i, (slot, wanted) in enumerate(zip(run.inputs, backward.outputs, strict=True)):
+            if wanted is not None:
                 if i not in slots:
                     raise _FaultError(slot.tensor, "a run gives no cotangent of this input", (device,))
-                self._write(device, buffer, micro, slots[i])
-
-    def _take_cotangents(
-        self, device: int, block: Block, part: RunBlock, piece: BlockPiece, inside: dict[str, Symbol], micro: int
-    ) -> set[Part]:
-        """What a block's cotangents are made of: nothing more to say if complete, else the parts passed on."""
-        taken: set[Part] = set()
-        for tensor in block.outputs:
-            if not self._is_differentiable(tensor):
-                continue
-            box = self._box(piece, tensor, micro)
-            symbol = inside.get(tensor, Symbol("cotangent", tensor, box, frozenset()))
-            if symbol.kind != "cotangent" or symbol.tensor != tensor or symbol.box != box:
-                raise _FaultError(
-                    tensor, f"{block.name} needs its cotangent at {list(box)} and is given {symbol}", (device,)
-                )
-            lack = self._lacks_cotangent(symbol)
-            if not lack and not part.passes_partial:
-                taken.add(())
-            elif part.passes_partial:
-                taken.update(symbol.parts)
-            else:
-                raise _FaultError(tensor, f"{block.name} is given an incomplete cotangent: {lack}", (device,))
-        return taken
-
-    # -- completeness
-
-    def _lacks_value(self, symbol: Symbol) -> str:
-        if symbol.parts == {STORED}:
-            return ""
-        block = self.blocks.blocks[self.blocks.producer[symbol.tensor]]
-        if any(part[0][:2] != (symbol.tensor, block.name) for part in symbol.parts):
-            return "it holds foreign contributions"
-        full = tuple((0, d.size) for d in block.dims if symbol.tensor in d.partials)
-        boxes = [part[0][2] for part in symbol.parts]
-        return "" if covers(boxes, full) else f"{block.name} contributed {len(boxes)} of its parts"
-
-    def _lacks_cotangent(self, symbol: Symbol) -> str:
-        if symbol.tensor == self.graph.loss:
-            return "" if symbol.parts == {SEED} else "it is not the loss's own"
-        return missing(symbol.tensor, symbol.parts, self._consumers(symbol.tensor), self._outputs)
-
-    def _consumers(self, tensor: str) -> dict[str, Box]:
-        consumers = {}
-        for index in self.blocks.consumers.get(tensor, ()):
-            block = self.blocks.blocks[index]
-            if self._gives_cotangents(block):
-                consumers[block.name] = self._lacking(block, tensor)
-        return consumers
-
-    def _lacking(self, block: Block, tensor: str) -> Box:
-        key = (tensor, block.index)
-        if key not in self._wholes:
-            self._wholes[key] = whole(tuple(d.size for d in block.dims if tensor not in d.shards))
-        return self._wholes[key]
-
-    def _outputs(self, consumer: str) -> Mapping[str, Mapping[str, Box]]:
-        block = self._by_name[consumer]
-        return {tensor: self._consumers(tensor) for tensor in block.outputs if self._is_differentiable(tensor)}
-
-    def _gives_cotangents(self, block: Block) -> bool:
-        return any(self._is_differentiable(tensor) for tensor in block.outputs)
-
-    def _is_differentiable(self, tensor: str) -> bool:
-        return self.graph.is_differentiable(tensor)
-
-    def _wants_gradient(self, name: str) -> bool:
-        return bool(self._consumers(name))
+                self._write(device, wanted, micro, slots[i])
 
 
 def _describe(instruction: Instruction) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from planloom.blocks import BlockGraph, Segment
@@ -13,22 +14,21 @@ from planloom.simulate import Timeline
 
 def candidates_table(candidates: Sequence[Candidate], here: Mapping[str, float], *, cluster: str) -> Table:
     """Plans, fastest first. `here`: predicted seconds on this machine's own links, by label, where known."""
-    table = Table(title=f"Plans for {cluster}", title_justify="left")
-    table.add_column("#", justify="right")
+    table = Table(title=f"Plans for {cluster}", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
     table.add_column("plan", no_wrap=True)
     table.add_column("placement", no_wrap=True)
-    table.add_column("step", justify="right")
-    table.add_column("compute", justify="right")
-    table.add_column("waiting", justify="right")
+    table.add_column("step", justify="right", no_wrap=True)
+    table.add_column("compute", justify="right", no_wrap=True)
+    table.add_column("waiting", justify="right", no_wrap=True)
     if here:
-        table.add_column("here", justify="right")
+        table.add_column("here", justify="right", no_wrap=True)
     for i, candidate in enumerate(candidates):
         if candidate.timeline is None:
-            table.add_row("–", candidate.name, candidate.placement, f"[dim]{candidate.refused}[/dim]")
+            table.add_row(candidate.name, candidate.placement, f"[dim]{candidate.refused}[/dim]")
             continue
         compute = max(candidate.timeline.busy_seconds(d, "compute") for d in candidate.timeline.devices)
         step = candidate.step_seconds
-        row = [str(i + 1), candidate.name, candidate.placement]
+        row = [candidate.name, candidate.placement]
         row += [format_seconds(seconds) for seconds in (step, compute, step - compute)]
         row += [format_seconds(here[candidate.label])] if candidate.label in here else []
         table.add_row(*row, style="bold green" if i == 0 else "")

@@ -1,11 +1,15 @@
 """A training run on this machine: local processes under torchrun, and what they measured."""
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+import msgspec
+
 from planloom.execute.processes import run_workers
+from planloom.simulate import Timeline
 
 # The first steps warm up allocators, connections and caches.
 _WARM_UP_STEPS = 2
@@ -17,6 +21,7 @@ class TrainingRun:
 
     losses: tuple[float, ...]
     seconds: tuple[float, ...]
+    timeline: Timeline | None = None
 
     @property
     def step_seconds(self) -> float:
@@ -31,9 +36,13 @@ def train_locally(
     num_processes: int,
     num_steps: int,
     learning_rate: float = 1e-3,
+    with_timeline: bool = False,
     on_step: Callable[[int, float, float], None],
 ) -> TrainingRun:
-    """Train a model (`file.py:factory`) under a plan file on local CPU processes; `on_step(step, loss, seconds)`."""
+    """Train a model (`file.py:factory`) under a plan file on local CPU processes; `on_step(step, loss, seconds)`.
+
+    With a timeline, one more step is made and what happened when on every rank is kept.
+    """
     losses: list[float] = []
     seconds: list[float] = []
 
@@ -44,5 +53,9 @@ def train_locally(
 
     arguments = ["--model", model, "--plan", str(plan), "--steps", str(num_steps)]
     arguments += ["--learning-rate", str(learning_rate)]
-    run_workers("planloom.train.worker", arguments, num_processes, hear)
-    return TrainingRun(losses=tuple(losses), seconds=tuple(seconds))
+    with tempfile.TemporaryDirectory(prefix="planloom-train-") as folder:
+        path = Path(folder) / "timeline.json"
+        arguments += ["--timeline", str(path)] if with_timeline else []
+        run_workers("planloom.train.worker", arguments, num_processes, hear)
+        timeline = msgspec.json.decode(path.read_bytes(), type=Timeline) if with_timeline else None
+    return TrainingRun(losses=tuple(losses), seconds=tuple(seconds), timeline=timeline)

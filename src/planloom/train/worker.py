@@ -3,14 +3,26 @@
 import argparse
 import functools
 import time
+from pathlib import Path
 
+import msgspec
 import torch
 import torch.distributed as dist
 
 from planloom.capture import load_model
 from planloom.execute.processes import report, reporting_errors
 from planloom.plan import load_plan
+from planloom.simulate import Timeline
 from planloom.train.trainer import parallelize
+
+
+def write_timeline(path: str, own: Timeline, rank: int) -> None:
+    """Gather the events of all ranks at rank 0, each rank's clock from its own start of the step."""
+    gathered: list[Timeline | None] = [None] * dist.get_world_size()
+    dist.gather_object(own, gathered if rank == 0 else None)
+    if rank == 0:
+        events = tuple(event for timeline in gathered if timeline is not None for event in timeline.events)
+        Path(path).write_bytes(msgspec.json.encode(Timeline(events=events)))
 
 
 def main() -> None:
@@ -19,6 +31,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--timeline", default="", help="write the last step's timeline of all ranks here")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -36,6 +49,8 @@ def main() -> None:
             dist.all_reduce(seconds, dist.ReduceOp.MAX)
             if rank == 0:
                 report("step", step=step, loss=loss, seconds=float(seconds))
+        if arguments.timeline:
+            write_timeline(arguments.timeline, trainer.timed_step(batch)[1], rank)
         dist.barrier()
         trainer.close()
     dist.destroy_process_group()

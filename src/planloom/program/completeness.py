@@ -1,0 +1,58 @@
+"""When is a symbol complete? For a value: its producer contributed everything; for a cotangent: every consumer did."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from planloom.blocks import Block, BlockGraph
+from planloom.layout import Box
+from planloom.layout.boxes import whole
+from planloom.program.symbols import SEED, STORED, Symbol, covers, missing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completeness:
+    """What is complete in a model; answers are words that say what is missing, empty if nothing is."""
+
+    blocks: BlockGraph
+
+    def lacks_value(self, symbol: Symbol) -> str:
+        if symbol.parts == {STORED}:
+            return ""
+        block = self.blocks.blocks[self.blocks.producer[symbol.tensor]]
+        if any(part[0][:2] != (symbol.tensor, block.name) for part in symbol.parts):
+            return "it holds foreign contributions"
+        full = tuple((0, dim.size) for dim in block.dims if symbol.tensor in dim.partials)
+        boxes = [part[0][2] for part in symbol.parts]
+        return "" if covers(boxes, full) else f"{block.name} contributed only {len(boxes)} of its parts"
+
+    def lacks_cotangent(self, symbol: Symbol) -> str:
+        if symbol.tensor == self.blocks.graph.loss:
+            return "" if symbol.parts == {SEED} else "it is not the loss's own"
+        return missing(symbol.tensor, symbol.parts, self.consumers(symbol.tensor), self._outputs)
+
+    def consumers(self, tensor: str) -> Mapping[str, Box]:
+        """The blocks that give a cotangent of a tensor, each with the box of its dims that the tensor lacks."""
+        return self._consumers.get(tensor, {})
+
+    def gives_cotangents(self, block: Block) -> bool:
+        return any(self.blocks.graph.is_differentiable(tensor) for tensor in block.outputs)
+
+    @cached_property
+    def _consumers(self) -> dict[str, dict[str, Box]]:
+        found: dict[str, dict[str, Box]] = {}
+        for tensor, indices in self.blocks.consumers.items():
+            for block in (self.blocks.blocks[index] for index in indices):
+                if self.gives_cotangents(block):
+                    lacking = whole(tuple(dim.size for dim in block.dims if tensor not in dim.shards))
+                    found.setdefault(tensor, {})[block.name] = lacking
+        return found
+
+    def _outputs(self, consumer: str) -> Mapping[str, Mapping[str, Box]]:
+        block = self._by_name[consumer]
+        graph = self.blocks.graph
+        return {tensor: self.consumers(tensor) for tensor in block.outputs if graph.is_differentiable(tensor)}
+
+    @cached_property
+    def _by_name(self) -> dict[str, Block]:
+        return {block.name: block for block in self.blocks.blocks}
