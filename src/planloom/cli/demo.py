@@ -46,7 +46,7 @@ def demo_command(
     captured = capture_model(source)
     _say(as_json, f"[bold]1.[/bold] Captured {_describe(captured)}")
     candidates = find_candidates(captured, cluster)
-    measured = measure_candidates(source, candidates, store, cluster.num_devices)
+    measured = measure_candidates(source, captured.blocks, candidates, store, cluster.num_devices)
     num_runs = sum(1 for key in measured if key.startswith("run/") and key.endswith("/forward"))
     all_runs = sum(len(c.program.runs) for c in candidates if c.program is not None)
     _say(as_json, f"[bold]2.[/bold] Measured {num_runs} distinct runs, of {all_runs} in {len(candidates)} plans")

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from planloom.blocks import BlockGraph
 from planloom.cli.models import CapturedModel, ModelArgument, capture_model
 from planloom.cli.output import JsonOption, messages, progress_bar, screen, show
 from planloom.cluster import Cluster, format_seconds, load_cluster
@@ -47,7 +48,7 @@ def plan_command(
     candidates = find_candidates(captured, machine, named)
     measured: Mapping[str, float] = {}
     if measure:
-        measured = measure_candidates(model, candidates, store, machine.num_devices)
+        measured = measure_candidates(model, captured.blocks, candidates, store, machine.num_devices)
     ranked = rank(candidates, Prices(blocks=captured.blocks, cluster=machine, measured=measured))
     best = ranked[0]
     if best.plan is None or best.program is None:
@@ -82,11 +83,14 @@ def find_candidates(captured: CapturedModel, cluster: Cluster, named: str | None
 
 
 def measure_candidates(
-    model: str, candidates: Sequence[Candidate], store: Path, num_processes: int
+    model: str, blocks: BlockGraph, candidates: Sequence[Candidate], store: Path, num_processes: int
 ) -> dict[str, float]:
     """Measure what the candidates use and the store lacks; all measured prices."""
-    from planloom.profile import local_store, profile_locally
+    from planloom.profile import is_measured, local_store, profile_locally
 
+    known = local_store(store, num_processes).load()
+    if is_measured(blocks, [c.program for c in candidates if c.program is not None], known):
+        return known
     plans = [candidate.plan for candidate in candidates if candidate.plan is not None]
     with progress_bar(f"measuring distinct runs on {num_processes} local processes") as bar:
         profile_locally(model, plans, store, num_processes=num_processes, progress=bar.update)

@@ -14,12 +14,11 @@ from planloom.simulate import Timeline
 
 def candidates_table(candidates: Sequence[Candidate], here: Mapping[str, float], *, cluster: str) -> Table:
     """Plans, fastest first. `here`: predicted seconds on this machine's own links, by label, where known."""
-    table = Table(title=f"Plans for {cluster}", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
+    table = Table(title=f"Plans for {cluster}", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("plan", no_wrap=True)
     table.add_column("placement", no_wrap=True)
     table.add_column("step", justify="right", no_wrap=True)
-    table.add_column("compute", justify="right", no_wrap=True)
-    table.add_column("waiting", justify="right", no_wrap=True)
+    table.add_column("waits", justify="right", no_wrap=True)
     if here:
         table.add_column("here", justify="right", no_wrap=True)
     for i, candidate in enumerate(candidates):
@@ -29,7 +28,7 @@ def candidates_table(candidates: Sequence[Candidate], here: Mapping[str, float],
         compute = max(candidate.timeline.busy_seconds(d, "compute") for d in candidate.timeline.devices)
         step = candidate.step_seconds
         row = [candidate.name, candidate.placement]
-        row += [format_seconds(seconds) for seconds in (step, compute, step - compute)]
+        row += [format_seconds(seconds) for seconds in (step, step - compute)]
         row += [format_seconds(here[candidate.label])] if candidate.label in here else []
         table.add_row(*row, style="bold green" if i == 0 else "")
     return table
