@@ -171,6 +171,17 @@ def repeat_accumulation(program: Program, random: Random) -> Program | None:
     return None if found is None else change(program, found[0], found[1], found[1])
 
 
+def combine_otherwise(program: Program, random: Random) -> Program | None:
+    """A sum becomes a maximum, or a maximum a sum; in steps that combine nothing this is neutral.
+
+    Not behind a mask: the largest of positive numbers and zeros is their sum, for some data.
+    """
+    at = _choose(random, [at for at in _steps(program) if all(step.kind != "mask" for step in at.collective.steps)])
+    if at is None:
+        return None
+    return _change_step(program, at, replace(at.step, combine="max" if at.step.combine == "sum" else "sum"))
+
+
 def permute_slice(program: Program, random: Random) -> Program | None:
     """The pieces that a step cuts go to the wrong devices."""
     at = _choose(random, _steps(program, "slice") or _steps(program, "reduce_scatter", "all_to_all"))
@@ -343,6 +354,32 @@ def free_earlier(program: Program, random: Random) -> Program | None:
     return _with_body(program, spot, tuple(body))
 
 
+# -- waits
+
+
+def _arrivals(program: Program) -> list[Spot]:
+    """The waits for what a collective or a receive brings."""
+    brought = [(spot.stage, i.target) for kind in (Collective, Receive) for spot, i in find(program, kind)]
+    return [spot for spot, wait in find(program, Wait) if (spot.stage, wait.buffer) in brought and not wait.free]
+
+
+def wait_later(program: Program, random: Random) -> Program | None:
+    """What arrives is awaited at a random later place of the body."""
+    spots = [s for s in _arrivals(program) if s.index + 1 < len(program.stages[s.stage].bodies[s.body])]
+    spot = _choose(random, spots)
+    if spot is None:
+        return None
+    body = list(program.stages[spot.stage].bodies[spot.body])
+    latest = min(len(body) - 1, spot.index + 6) if random.random() < 0.5 else len(body) - 1
+    body.insert(random.randint(spot.index + 1, latest), body.pop(spot.index))
+    return _with_body(program, spot, tuple(body))
+
+
+def leave_out_wait(program: Program, random: Random) -> Program | None:
+    spot = _choose(random, _arrivals(program))
+    return None if spot is None else change(program, spot)
+
+
 FAMILIES: dict[str, tuple[Corruption, ...]] = {
     "ranks swapped in a group": (swap_ranks_in_group, swap_ranks_between_groups),
     "a reduction left out": (leave_out_reduction, leave_out_summand, leave_out_accumulation),
@@ -350,6 +387,8 @@ FAMILIES: dict[str, tuple[Corruption, ...]] = {
     "a wrong slice": (permute_slice, cut_elsewhere, shift_box, shift_message),
     "swapped sends": (swap_transfers, swap_order_of_transfers, swap_sends),
     "an early free": (free_earlier,),
+    "a wrong combination": (combine_otherwise,),
+    "a late wait": (wait_later, leave_out_wait),
 }
 
 

@@ -382,6 +382,11 @@ def test_a_wrong_value_is_named_by_its_place(plan: Plan, tmp_path: Path) -> None
         load_plan(edited(plan, tmp_path / "plan.json", stages=[0, "one", 1, 1]))
 
 
+def test_a_file_of_another_version(plan: Plan, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"(?s)plan.json was written by another version.*format 99.*format 1.*to do:"):
+        load_plan(edited(plan, tmp_path / "plan.json", version=99))
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -391,7 +396,6 @@ def test_a_wrong_value_is_named_by_its_place(plan: Plan, tmp_path: Path) -> None
         {"num_micro_batches": 3},
         {"num_micro_batches": 0},
         {"orders": []},
-        {"version": 99},
     ],
     ids=str,
 )

@@ -38,8 +38,8 @@ class Block:
         return next((dim for dim in self.dims if dim.name == name), None)
 
     @property
-    def from_parameters_alone(self) -> bool:
-        """Computed without activations: the same in every micro-batch."""
+    def is_source(self) -> bool:
+        """Reads parameters and given tensors only, no activations: an embedding, a position table."""
         return not self.inputs
 
 

@@ -116,6 +116,15 @@ class Graph:
         """Tensors that every device knows whole."""
         return frozenset((*self.inputs, *self.buffers, *(name for op in self.given for name in op.outputs)))
 
+    @cached_property
+    def given_from_inputs(self) -> frozenset[str]:
+        """Given tensors that change with the batch."""
+        found = set(self.inputs)
+        for op in self.given:
+            if found.intersection(op.inputs):
+                found.update(op.outputs)
+        return frozenset(found)
+
     def is_differentiable(self, tensor: str) -> bool:
         """Does this tensor carry a cotangent? Given tensors, integers and statistics do not."""
         if not self.tensors[tensor].is_float or tensor in self.given_names:

@@ -137,10 +137,12 @@ class Draft:
         return next((dim for dim in parts if dim.size % size == 0), None)
 
     def _require_batch(self) -> None:
+        graph = self.blocks.graph
         for block in self.blocks.blocks:
             dim = block.dim(BATCH_DIM)
             if dim is None:
-                if self.num_micro_batches > 1 and not block.from_parameters_alone:
+                depends = block.inputs or any(name in graph.given_from_inputs for name in block.given)
+                if self.num_micro_batches > 1 and depends:
                     raise PlanError(
                         f"block {block.name} mixes the batch and cannot run on micro-batches",
                         given=f"{self.num_micro_batches} micro-batches",

@@ -71,7 +71,7 @@ def _form_run(splits: Splits, index: int, stage: int, members: list[Block]) -> R
                 splits=splits.block_splits(block),
                 timed_dim=splits.timed_dim(block),
                 reads=reads,
-                passes_partial=block.from_parameters_alone,
+                passes_partial=block.is_source,
             )
         )
     outputs = [

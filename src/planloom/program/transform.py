@@ -9,8 +9,8 @@ With a block split along dim d over digit a:
 | output that has d          | split         | split                                                    |
 | output that d leaves partial | partial     | replicated                                               |
 
-A block that is not split over a has everything replicated, cotangents too. One exception: a block computed from
-parameters alone (a position table) passes a partial cotangent on to its parameters, whose gradients are reduced anyway;
+A block that is not split over a has everything replicated, cotangents too. One exception: a *source*, a block that reads
+no activations (a position table), passes a partial cotangent on to its parameters, whose gradients are reduced anyway;
 over the micro-batches it must, for no micro-batch sees more than its own part.
 
 Micro-batches are a time axis: they split the dim `batch` before any device does, so a layout here is that of a tensor
@@ -126,7 +126,7 @@ def split_blocks(blocks: BlockGraph, plan: Plan) -> Splits:
     splits = Splits(blocks=blocks, plan=plan, passed_on=passed_on)
     for block in reversed(blocks.blocks):
         partial: set[Digit] = set()
-        if block.from_parameters_alone:
+        if block.is_source:
             for tensor in block.outputs:
                 for consumer in blocks.consumers.get(tensor, ()):
                     if plan.stages[consumer] == plan.stages[block.index]:

@@ -1,0 +1,132 @@
+"""Prices: loads on links, the store, measured before modelled, nothing unknown at zero."""
+
+import multiprocessing as mp
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from planloom.cluster import Cluster, Device, Level, Link
+from planloom.collective import Step
+from planloom.cost import Prices, PriceStore, collective_key, routed_seconds, run_fingerprint, run_key
+from planloom.errors import PriceError
+from planloom.plan import named_plan, parse_named
+from planloom.program import Program, build_program
+from tests.pure.tiny_graph import tiny_batch, tiny_blocks
+
+LATENCY = 1e-6
+
+
+def cluster(*, shared: bool, flops: dict[str, float] | None = None) -> Cluster:
+    """Two nodes with two devices: 100 bytes a second between nodes, 1000 inside."""
+    outer = Link(bandwidth_bytes_per_second=100, latency_seconds=LATENCY, shared=shared)
+    inner = Link(bandwidth_bytes_per_second=1000, latency_seconds=LATENCY)
+    device = Device(
+        name="d",
+        flops_per_second=flops or {"float32": 1e9},
+        memory_bytes=1 << 30,
+        memory_bytes_per_second=1e9,
+        launch_seconds=1e-9,
+    )
+    levels = (Level(name="node", count=2, link=outer), Level(name="device", count=2, link=inner))
+    return Cluster(name="c", levels=levels, device=device)
+
+
+def program(spec: str) -> Program:
+    return build_program(tiny_blocks(), named_plan(tiny_blocks(), parse_named(spec), batch=tiny_batch()))
+
+
+def test_messages_inside_a_node_do_not_load_the_uplink() -> None:
+    inside = routed_seconds(cluster(shared=True), [(0, 1, 1000), (2, 3, 1000)], 1)
+    assert inside == pytest.approx(1.0, rel=1e-4)
+
+
+def test_a_shared_uplink_carries_the_sum_and_own_uplinks_do_not() -> None:
+    messages = [(0, 2, 100.0), (1, 3, 100.0)]
+    assert routed_seconds(cluster(shared=True), messages, 1) == pytest.approx(2.0, rel=1e-4)
+    assert routed_seconds(cluster(shared=False), messages, 1) == pytest.approx(1.0, rel=1e-4)
+
+
+def test_both_directions_of_a_link_are_used_at_once() -> None:
+    assert routed_seconds(cluster(shared=True), [(0, 2, 100.0), (2, 0, 100.0)], 1) == pytest.approx(1.0, rel=1e-4)
+
+
+def test_a_strided_all_reduce_costs_more_than_a_contiguous_one() -> None:
+    prices = Prices(blocks=tiny_blocks(), cluster=cluster(shared=True))
+    inside = prices.step(Step(kind="all_reduce", groups=((0, 1), (2, 3))), 1000).seconds
+    across = prices.step(Step(kind="all_reduce", groups=((0, 2), (1, 3))), 1000).seconds
+    assert across == pytest.approx(20 * inside, rel=1e-3)
+
+
+def test_a_measured_run_is_preferred_and_says_so() -> None:
+    built = program("dp=2")
+    run = built.runs[0]
+    prices = Prices(blocks=tiny_blocks(), cluster=cluster(shared=True))
+    assert prices.run(built, run, "forward").source == "modelled"
+    assert prices.run(built, run, "forward").seconds > 0
+    key = run_key(run_fingerprint(tiny_blocks(), built, run), "forward")
+    known = replace(prices, measured={key: 0.25})
+    assert known.run(built, run, "forward").seconds == 0.25
+    assert known.run(built, run, "forward").source == "measured"
+
+
+def test_equal_local_work_has_one_fingerprint_and_other_shapes_another() -> None:
+    halves, quarters = program("dp=2"), program("dp=4")
+    prints = [run_fingerprint(tiny_blocks(), p, p.runs[0]) for p in (halves, program("dp=2,zero1"), quarters)]
+    assert prints[0] == prints[1]
+    assert prints[0] != prints[2]
+
+
+def test_measured_collectives_are_interpolated_and_extended() -> None:
+    known = {collective_key("all_reduce", 2, n): s for n, s in ((1000, 1.0), (3000, 3.0), (5000, 9.0))}
+    prices = Prices(blocks=tiny_blocks(), cluster=cluster(shared=True), measured=known, measured_links=True)
+    step = Step(kind="all_reduce", groups=((0, 1), (2, 3)))
+    assert prices.step(step, 2000).seconds == pytest.approx(2.0)
+    assert prices.step(step, 4000).seconds == pytest.approx(6.0)
+    assert prices.step(step, 6000).seconds == pytest.approx(12.0)
+    assert prices.step(step, 10).seconds == pytest.approx(1.0)
+    assert prices.step(step, 10).source == "measured"
+
+
+def test_a_dtype_without_a_rate_is_an_error_not_a_guess() -> None:
+    built = program("dp=2")
+    prices = Prices(blocks=tiny_blocks(), cluster=cluster(shared=True, flops={"bfloat16": 1e9}))
+    with pytest.raises(PriceError, match="has no rate for float32"):
+        for run in built.runs:
+            prices.run(built, run, "forward")
+
+
+def test_the_store_keeps_prices_by_device_and_software(tmp_path: Path) -> None:
+    here = PriceStore(tmp_path / "a" / "prices.sqlite", device="cpu", software="1")
+    here.save({"run/x/forward": (1.5, 0.1), "run/y/forward": (2.0, 0.0)})
+    here.save({"run/x/forward": (1.25, 0.1)})
+    assert here.load() == {"run/x/forward": 1.25, "run/y/forward": 2.0}
+    assert PriceStore(tmp_path / "a" / "prices.sqlite", device="gpu", software="1").load() == {}
+    assert PriceStore(tmp_path / "a" / "prices.sqlite", device="cpu", software="2").load() == {}
+
+
+def save_many(path: Path, name: str) -> None:
+    store = PriceStore(path, device="cpu", software="1")
+    for i in range(20):
+        store.save({f"{name}{i}": (float(i), 0.0)})
+
+
+def test_several_processes_write_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "prices.sqlite"
+    context = mp.get_context("spawn")
+    writers = [context.Process(target=save_many, args=(path, name)) for name in ("a", "b")]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(timeout=60)
+        assert writer.exitcode == 0
+    assert len(PriceStore(path, device="cpu", software="1").load()) == 40
+
+
+def test_a_file_that_is_no_store_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "prices.sqlite"
+    path.write_text("not a database, but long enough to be looked at as one " * 20)
+    with pytest.raises(PriceError, match="cannot be opened") as caught:
+        PriceStore(path, device="cpu", software="1")
+    assert isinstance(caught.value.__cause__, sqlite3.Error)
