@@ -56,7 +56,7 @@ def _split(written: Draft, block: Block, split: str) -> Draft:
 
 
 def _feature_dim(kinds: set[str]) -> str:
-    """The dim of a block that the features of the residual stream are: those that it reads, else those that it makes."""
+    """The dim of a block that the features of the residual stream are, of what it reads or else of what it makes."""
     if "vocab" in kinds:
         return "out"
     return next((dim for dim in ("in", "features", "heads") if dim in kinds), "")

@@ -55,10 +55,11 @@ def find(program: Program, kind: type[Kind]) -> list[tuple[Spot, Kind]]:
 def change(program: Program, spot: Spot, *instructions: Instruction) -> Program:
     """The program with other instructions at a place."""
     body = program.stages[spot.stage].bodies[spot.body]
-    return _with_body(program, spot, (*body[: spot.index], *instructions, *body[spot.index + 1 :]))
+    return with_body(program, spot, (*body[: spot.index], *instructions, *body[spot.index + 1 :]))
 
 
-def _with_body(program: Program, spot: Spot, body: tuple[Instruction, ...]) -> Program:
+def with_body(program: Program, spot: Spot, body: tuple[Instruction, ...]) -> Program:
+    """The program with another body where the place is."""
     stage = program.stages[spot.stage]
     stages = list(program.stages)
     stages[spot.stage] = replace(stage, bodies={**stage.bodies, spot.body: body})
@@ -351,7 +352,7 @@ def free_earlier(program: Program, random: Random) -> Program | None:
     # Half of them go a few places only: that is where an error of one comes to lie.
     earliest = max(0, spot.index - 6) if random.random() < 0.5 else 0
     body.insert(random.randrange(earliest, spot.index), body.pop(spot.index))
-    return _with_body(program, spot, tuple(body))
+    return with_body(program, spot, tuple(body))
 
 
 # -- waits
@@ -372,7 +373,7 @@ def wait_later(program: Program, random: Random) -> Program | None:
     body = list(program.stages[spot.stage].bodies[spot.body])
     latest = min(len(body) - 1, spot.index + 6) if random.random() < 0.5 else len(body) - 1
     body.insert(random.randint(spot.index + 1, latest), body.pop(spot.index))
-    return _with_body(program, spot, tuple(body))
+    return with_body(program, spot, tuple(body))
 
 
 def leave_out_wait(program: Program, random: Random) -> Program | None:

@@ -15,7 +15,7 @@ was
 Two values belong to the meaning though results may not depend on them in exact arithmetic: a statistic that a run is
 given (a softmax is the same for any maximum that its devices agree on), and a gathered parameter during a backward
 (the cotangents of a sum do not depend on its summands). Programs that read what is not there, or that cannot go on,
-raise `Broken`.
+raise `BrokenError`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -53,7 +53,7 @@ LocalRuns = dict[tuple[int, int], LocalRun]
 Result = TypeVar("Result")
 
 
-class Broken(Exception):
+class BrokenError(Exception):
     """The program cannot be carried out."""
 
 
@@ -133,18 +133,22 @@ class Emulation:
         self._given = compute_given(self.blocks.graph, {**batch, **self.buffers}, torch.device("cpu"))
         self._exchanges.clear()
         self._given_to_runs.clear()
+        for stage in self.program.stages:
+            for device in stage.mesh.devices:
+                self._gradients[device].clear()
+                self._memory[device].pop((stage.loss, -1), None)
         scripts = [
             [(i, call.micro) for call in stage.calls for i in stage.bodies[call.body]] for stage in self.program.stages
         ]
         at = [0] * len(scripts)
         while any(position < len(script) for position, script in zip(at, scripts, strict=True)):
             if not (self._go_on(scripts, at, arrivals=False) or self._go_on(scripts, at, arrivals=True)):
-                raise Broken("deadlock")
+                raise BrokenError("deadlock")
         if self._in_flight:
-            raise Broken("something is never awaited")
+            raise BrokenError("something is never awaited")
 
     def results(self) -> dict[tuple[str, int, str], Tensor]:
-        """(kind, device, name) → a device's loss, gradients, new parameters and what its runs were given, as far as there."""
+        """(kind, device, name) → a loss, gradient, new parameter or value given to a run, as far as there is one."""
         found = dict(self._given_to_runs)
         for stage in self.program.stages:
             for device in stage.mesh.devices:
@@ -214,9 +218,9 @@ class Emulation:
     def _cell(self, device: int, buffer: Buffer, micro: int) -> _Cell:
         place = self._place(buffer, micro)
         if any(kind != "send" for kind, _ in self._in_flight.get((device, place), ())):
-            raise Broken(f"{buffer} is read on {device} before it arrived")
+            raise BrokenError(f"{buffer} is read on {device} before it arrived")
         if place not in self._memory[device]:
-            raise Broken(f"{buffer} is not there on {device}")
+            raise BrokenError(f"{buffer} is not there on {device}")
         return self._memory[device][place]
 
     def _get(self, device: int, buffer: Buffer, micro: int) -> Tensor:
@@ -230,7 +234,7 @@ class Emulation:
         if buffer in self._gathers:
             held = self._gathered.setdefault((device, buffer), torch.empty_like(value))
             if held.shape != value.shape:
-                raise Broken(f"{buffer} is gathered in two sizes")
+                raise BrokenError(f"{buffer} is gathered in two sizes")
             held.data.copy_(value)  # `.data`: what a run saved sees the values, not a change of version
             value = held
         self._memory[device][place] = _Cell(value)
@@ -262,7 +266,7 @@ class Emulation:
                     put(buffer, value)
             case Backward(run=run, cotangents=cotangents, outputs=outputs):
                 if (device, run, micro) not in self._saved:
-                    raise Broken(f"run {run} has nothing saved on {device}")
+                    raise BrokenError(f"run {run} has nothing saved on {device}")
                 given = [None if buffer is None else get(buffer) for buffer in cotangents]
                 vjp, gathered = self._saved.pop((device, run, micro))
                 for buffer in gathered:
@@ -289,7 +293,9 @@ class Emulation:
                 for name, gradient, target in zip(parameters, gradients, targets, strict=True):
                     shard, value = self._shards[device][name], get(gradient)
                     if value.shape != shard.shape:
-                        raise Broken(f"the gradient of {name} is of shape {list(value.shape)}, not {list(shard.shape)}")
+                        raise BrokenError(
+                            f"the gradient of {name} is of shape {list(value.shape)}, not {list(shard.shape)}"
+                        )
                     self._gradients[device][name] = value
                     self._shards[device][name] = shard - self.lr * value
                     put(target, self._shards[device][name])
@@ -315,7 +321,7 @@ class Emulation:
     def _start_send(self, devices: Sequence[int], send: Send, micro: int) -> None:
         exchange = self._exchanges.setdefault((send.channel, micro), _Exchange())
         if exchange.send is not None:
-            raise Broken(f"{send.channel} is sent twice")
+            raise BrokenError(f"{send.channel} is sent twice")
         exchange.send = send
         for device in devices:
             exchange.sources[device] = self._cell(device, send.source, micro)
@@ -324,7 +330,7 @@ class Emulation:
     def _start_receive(self, devices: Sequence[int], receive: Receive, micro: int) -> None:
         exchange = self._exchanges.setdefault((receive.channel, micro), _Exchange())
         if exchange.receive is not None:
-            raise Broken(f"{receive.channel} is received twice")
+            raise BrokenError(f"{receive.channel} is received twice")
         exchange.receive = receive
         for device in devices:
             self._start(device, self._place(receive.target, micro), ("receive", exchange))
@@ -348,10 +354,10 @@ class Emulation:
             cells = work.sources
             arrays = {d: _checked(lambda d=d: cells[d].read(owned=True).reshape(collective.sizes)) for d in cells}
             for step in collective.steps:
-                arrays = _checked(lambda step=step: _apply(step, arrays))
+                arrays = _apply(step, arrays)
             sizes = self.blocks.graph.tensors[collective.tensor].sizes
             if any(n > size for array in arrays.values() for n, size in zip(array.shape, sizes, strict=True)):
-                raise Broken(f"{collective.target} has a factor that is larger than the whole tensor's")
+                raise BrokenError(f"{collective.target} has a factor that is larger than the whole tensor's")
             work.results = {d: array.reshape(_shape(factors, array.shape)).clone() for d, array in arrays.items()}
         return work.results
 
@@ -362,7 +368,7 @@ class Emulation:
         assert receive is not None
         for target in {t.target for t in send.transfers if t.source == device}:
             if len(_between(send.transfers, device, target)) > len(_between(receive.transfers, device, target)):
-                raise Broken(f"a message from {device} to {target} is never received")
+                raise BrokenError(f"a message from {device} to {target} is never received")
         exchange.sources[device] = _Cell(exchange.sources[device].read(owned=False))
 
     def _received(self, device: int, exchange: _Exchange) -> Tensor:
@@ -375,12 +381,12 @@ class Emulation:
             sent = _between(send.transfers, source, device)
             expected = _between(receive.transfers, source, device)
             if len(expected) > len(sent):
-                raise Broken(f"a message from {source} to {device} is never sent")
+                raise BrokenError(f"a message from {source} to {device} is never sent")
             for there, here in zip(sent, expected, strict=False):
                 array = _checked(lambda source=source: exchange.sources[source].read(owned=False).reshape(send.sizes))
                 message, place = _narrow(array, there.source_box), _narrow(result, here.target_box)
                 if message.shape != place.shape:
-                    raise Broken(f"a message from {source} to {device} is not of the size that is received")
+                    raise BrokenError(f"a message from {source} to {device} is not of the size that is received")
                 place.copy_(message)
         return result.reshape(_shape(tensor.factors, receive.sizes))
 
@@ -390,12 +396,12 @@ def _checked(function: Callable[[], Result]) -> Result:
     try:
         return function()
     except (RuntimeError, IndexError) as error:
-        raise Broken(str(error)) from error
+        raise BrokenError(str(error)) from error
 
 
 def _add(first: Tensor, second: Tensor) -> Tensor:
     if first.shape != second.shape:
-        raise Broken(f"shapes {list(first.shape)} and {list(second.shape)} cannot be added")
+        raise BrokenError(f"shapes {list(first.shape)} and {list(second.shape)} cannot be added")
     return first + second
 
 
@@ -406,7 +412,7 @@ def _between(transfers: Sequence[Transfer], source: int, target: int) -> list[Tr
 def _narrow(array: Tensor, box: Box) -> Tensor:
     for dim, (start, stop) in enumerate(box):
         if not 0 <= start < stop <= array.shape[dim]:
-            raise Broken(f"{list(box)} lies outside {list(array.shape)}")
+            raise BrokenError(f"{list(box)} lies outside {list(array.shape)}")
         array = array.narrow(dim, start, stop - start)
     return array
 
@@ -419,12 +425,12 @@ def _shape(factors: tuple[tuple[int, ...], ...], sizes: Sequence[int]) -> list[i
 
 def _apply(step: Step, arrays: dict[int, Tensor]) -> dict[int, Tensor]:
     if sorted(device for group in step.groups for device in group) != sorted(arrays):
-        raise Broken("the groups of a step do not hold every device once")
+        raise BrokenError("the groups of a step do not hold every device once")
     result = {}
     for group in step.groups:
         parts = [arrays[device] for device in group]
         if len({part.shape for part in parts}) > 1:
-            raise Broken("the members of a group hold arrays of different sizes")
+            raise BrokenError("the members of a group hold arrays of different sizes")
         if step.kind in ("all_reduce", "reduce_scatter"):
             stacked = torch.stack(parts)
             whole = stacked.sum(0) if step.combine == "sum" else stacked.amax(0)
@@ -444,5 +450,5 @@ def _apply(step: Step, arrays: dict[int, Tensor]) -> dict[int, Tensor]:
 
 def _piece(array: Tensor, count: int, dim: int, position: int) -> Tensor:
     if array.shape[dim] % count:
-        raise Broken(f"{array.shape[dim]} elements cannot be cut into {count} equal pieces")
+        raise BrokenError(f"{array.shape[dim]} elements cannot be cut into {count} equal pieces")
     return array.chunk(count, dim)[position]

@@ -1,4 +1,4 @@
-"""Pipeline boundaries on real processes: 2 to 4 devices, and 4 to 4 in permuted orders. tests/torch emulates all layouts."""
+"""Pipeline boundaries on real processes: 2 to 4 devices, 4 to 4 in permuted orders; tests/torch emulates them all."""
 
 import pytest
 import torch

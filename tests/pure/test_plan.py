@@ -113,7 +113,6 @@ def test_a_batch_that_does_not_divide(empty: Draft) -> None:
 
 
 @pytest.mark.parametrize("count", [0, -1])
-@pytest.mark.xfail(strict=True, reason="plan/draft.py: 0 is a ZeroDivisionError, -1 is accepted")
 def test_micro_batches_are_one_or_more(empty: Draft, count: int) -> None:
     with pytest.raises(PlanError, match=f"{count}"):
         empty.order("gpipe", micro_batches=count).plan("p")
@@ -126,7 +125,6 @@ def test_a_stage_without_a_mesh(empty: Draft) -> None:
         empty.assign("second", stage=2, mesh=Mesh.of((4, 5), dp=2))
 
 
-@pytest.mark.xfail(strict=True, reason="plan/draft.py: assign takes a negative stage as an index from the end")
 def test_a_negative_stage(empty: Draft) -> None:
     with pytest.raises(PlanError, match="stage -1"):
         empty.assign("second", stage=-1, mesh=Mesh.of((4, 5), dp=2))
@@ -139,7 +137,7 @@ def test_a_stage_that_reads_from_a_later_one(empty: Draft) -> None:
 
 
 def test_two_stages_that_share_a_device(empty: Draft) -> None:
-    with pytest.raises(PlanError, match=r"(?s)share a device.*\[0, 1, 2, 3, 3, 5\]"):
+    with pytest.raises(PlanError, match=r"(?s)share a device.*\(0, 1, 2, 3, 3, 5\)"):
         empty.assign("second|model:statistics", stage=1, mesh=Mesh.of((3, 5), dp=2)).plan("p")
 
 
@@ -148,7 +146,6 @@ def test_a_parameter_that_is_not_there(empty: Draft) -> None:
         empty.store("third.*", "zero1", over="dp")
 
 
-@pytest.mark.xfail(strict=True, reason="plan/draft.py: store takes any word and treats it as zero1; no such file loads")
 def test_a_kind_of_storage_that_is_not_there(empty: Draft) -> None:
     with pytest.raises(PlanError, match=r"(?s)zero2.*zero3"):
         empty.store("*", "zero2", over="dp").plan("p")  # type: ignore[arg-type]
@@ -190,7 +187,6 @@ def test_an_order_that_does_not_call_everything_once(empty: Draft, calls: tuple[
 
 
 @pytest.mark.parametrize("num_orders", [1, 3])
-@pytest.mark.xfail(strict=True, reason="plan/draft.py: nobody counts the orders; one too few is an IndexError later")
 def test_an_order_for_every_stage(staged: Draft, num_orders: int) -> None:
     with pytest.raises(PlanError, match=f"{num_orders} orders"):
         staged.order("mine", orders=gpipe(num_orders, 1)).plan("p")
@@ -289,12 +285,7 @@ def test_a_name_by_example() -> None:
         "dp",
         "zero2",
         "tp=2.0",
-        pytest.param(
-            "dp=²",
-            marks=pytest.mark.xfail(
-                strict=True, raises=ValueError, reason="plan/library.py: isdigit() takes ², int() not"
-            ),
-        ),
+        pytest.param("dp=²"),
     ],
 )
 def test_a_word_that_is_not_there(word: str) -> None:
@@ -356,13 +347,7 @@ def test_a_file_is_read_back_as_the_same_plan(plan: Plan, tmp_path: Path) -> Non
         (b"", "truncated"),
         (b'{"name": "mine"}', "missing required field `model`"),
         (b"[1, 2]", "Expected `object`, got `array`"),
-        pytest.param(
-            b'{"name": "\xff"}',
-            "utf-8",
-            marks=pytest.mark.xfail(
-                strict=True, raises=UnicodeDecodeError, reason="plan/files.py: msgspec raises it, nobody catches it"
-            ),
-        ),
+        pytest.param(b'{"name": "\xff"}', "utf-8"),
     ],
 )
 def test_a_file_that_is_not_a_plan(tmp_path: Path, content: bytes, message: str) -> None:
@@ -399,9 +384,6 @@ def test_a_file_of_another_version(plan: Plan, tmp_path: Path) -> None:
     ],
     ids=str,
 )
-@pytest.mark.xfail(
-    strict=True, reason="what Draft.plan() checks is not checked again for a plan that comes from a file"
-)
 def test_an_edited_file_is_refused_where_a_draft_would_be(
     plan: Plan, blocks: BlockGraph, tmp_path: Path, fields: dict[str, Any]
 ) -> None:
@@ -423,8 +405,8 @@ UNLINK = "plan/files.py: unlink(missing_ok=True) raises again what the writing r
     [
         "no folder/plan.json",
         "folder",
-        pytest.param("file/plan.json", marks=pytest.mark.xfail(strict=True, raises=OSError, reason=UNLINK)),
-        pytest.param("x" * 255, marks=pytest.mark.xfail(strict=True, raises=OSError, reason=UNLINK)),
+        "file/plan.json",
+        "x" * 255,
     ],
     ids=lambda path: path[:20],
 )

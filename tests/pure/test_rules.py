@@ -88,7 +88,6 @@ def test_fields_of_the_rule_are_passed_on() -> None:
             "(a b) -> a b",
             [(6,), (2, 3)],
             "(?s)'a'.*'b'",
-            marks=pytest.mark.xfail(strict=True, reason="graph/rules.py: two open factors are a bare KeyError"),
         ),
     ],
 )

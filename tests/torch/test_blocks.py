@@ -134,7 +134,6 @@ def test_maps_split_along_what_goes_in_and_out(model: str) -> None:
             assert {"batch", "heads"} <= kinds, block.name
 
 
-@pytest.mark.xfail(strict=True, reason="blocks/dims.py: the second dim of every input is called `sequence`")
 def test_a_map_that_reads_features_contracts_in() -> None:
     first = find_blocks(tiny_graph(sequence=())).blocks[0]
     assert [dim.name for dim in first.dims] == ["batch", "in", "out"]
@@ -151,9 +150,6 @@ class Positions(nn.Module):
         return (self.tokens(x) + self.positions(at)).pow(2).sum()
 
 
-@pytest.mark.xfail(
-    strict=True, reason="blocks/dims.py: the first dim of every input is called `batch`, whatever its size"
-)
 def test_an_input_without_a_batch_makes_no_batch() -> None:
     blocks = find_blocks(capture(Positions(), {"x": torch.zeros(4, 6).long(), "at": torch.arange(6)})).blocks
     assert [block.name for block in blocks if block.dim("batch") is None] == ["positions"]
@@ -420,17 +416,10 @@ class Table(nn.Module):
         pytest.param(
             lambda: Table(lambda y, table: F.linear(y, table).unflatten(-1, (2, 4)).sum(-1).pow(2).sum()),
             id="tied and regrouped",
-            marks=pytest.mark.xfail(
-                strict=True,
-                reason="execute/local.py takes the interval of the vocabulary's first factor as the offset of its rows",
-            ),
         ),
         pytest.param(
             lambda: Table(lambda y, table: y.pow(2).sum(), padding_idx=1),
             id="padded",
-            marks=pytest.mark.xfail(
-                strict=True, reason="execute/operators.py: embedding drops padding_idx where the vocabulary is split"
-            ),
         ),
     ],
 )

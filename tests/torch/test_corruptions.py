@@ -1,12 +1,12 @@
 """Corrupted programs: the verifier refuses those that mean something else, and accepts those that mean the same.
 
-The judge is tests/emulation.py, which runs both programs on concrete float64 tensors. Labels are left out at random, so that
-no permutation of rows is a symmetry of the data.
+The judge is tests/emulation.py, which runs both programs on concrete float64 tensors. Labels are left out at random, so
+that no permutation of rows is a symmetry of the data.
 """
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from random import Random
 from typing import get_args
@@ -17,14 +17,26 @@ from torch import Tensor
 
 from planloom.blocks import BlockGraph
 from planloom.capture import batch_spec
-from planloom.collective import StepKind
+from planloom.collective import Step, StepKind
 from planloom.errors import VerificationError
+from planloom.layout import Combine
 from planloom.plan import named_plan, parse_named
-from planloom.program import Collective, Instruction, Program, build_program, verify_program
+from planloom.program import (
+    Backward,
+    Collective,
+    Free,
+    Instruction,
+    Program,
+    Receive,
+    Send,
+    Wait,
+    build_program,
+    verify_program,
+)
 from tests.boundaries import Side, boundary_plan
-from tests.corruptions import FAMILIES, Corruption, find, respell
+from tests.corruptions import FAMILIES, Corruption, Spot, change, find, respell, with_body
 from tests.dist.cases import LEARNING_RATE, captured
-from tests.emulation import Broken, Emulation, LocalRuns
+from tests.emulation import BrokenError, Emulation, LocalRuns
 from tests.models import build
 
 PLANS = [
@@ -41,7 +53,7 @@ PLANS = [
 """`boundary`: two stages on 2 and 4 devices that split what crosses between them differently."""
 
 CASES = [(model, plan) for model in ("gpt", "llama") for plan in PLANS]
-EACH, EACH_SLOW = 8, 60
+EACH, EACH_SLOW = 8, 45
 TOLERANCE = 1e-9
 CRASH = "the verifier itself fails:"
 
@@ -106,7 +118,7 @@ def expected(model_name: str, plan_name: str, *, respelled: bool) -> Results:
 
 
 def difference(before: Results, after: Results) -> str:
-    """The first result that differs, or nothing. A gradient that is zero but for rounding is measured by the largest."""
+    """What differs, or nothing. A gradient that is zero but for rounding is measured by the largest one."""
     largest = max(float(value.abs().max()) for (kind, *_), value in before.items() if kind == "gradient")
     for key in before.keys() | after.keys():
         if key not in before or key not in after or before[key].shape != after[key].shape:
@@ -121,6 +133,7 @@ def difference(before: Results, after: Results) -> str:
 class Outcome:
     """What a corruption did: to the meaning, if anything, and to the verifier."""
 
+    place: str
     corruption: str
     number: int
     meaning: str
@@ -133,7 +146,7 @@ class Outcome:
 
     def __str__(self) -> str:
         changed, refused = self.meaning or "the same meaning", self.refusal or "accepted"
-        return f"{self.corruption} {self.number}: {changed}; {refused}"
+        return f"{self.place}: {self.corruption} {self.number}: {changed}; {refused}"
 
     def says_where(self) -> bool:
         """Does the refusal name a tensor, an instruction and a rank?"""
@@ -151,7 +164,7 @@ def judge(model_name: str, plan_name: str, corruption: Corruption, random: Rando
         return None
     try:
         meaning = difference(expected(model_name, plan_name, respelled=respelled), case.run(program))
-    except Broken as broken:
+    except BrokenError as broken:
         meaning = f"broken: {broken}"
     try:
         verify_program(case.blocks, program)
@@ -161,58 +174,52 @@ def judge(model_name: str, plan_name: str, corruption: Corruption, random: Rando
     except Exception as error:  # a bug of the verifier's own, reported as a wrong refusal
         refusal = f"{CRASH} {error!r}"
     tensors = frozenset((*case.blocks.graph.tensors, "loss"))
-    return Outcome(corruption.__name__, number, meaning, refusal, tensors)
+    return Outcome(f"{model_name} {plan_name}", corruption.__name__, number, meaning, refusal, tensors)
 
 
 @cache
-def outcomes(model_name: str, plan_name: str, family: str, count: int) -> tuple[Outcome, ...]:
-    """Random corruptions of a family, in turn on the program as built and on a longer spelling of it."""
-    random = Random(f"{model_name} {plan_name} {family} {count}")
+def outcomes(family: str, count: int) -> tuple[Outcome, ...]:
+    """Random corruptions of every program, in turn of the program as built and of a longer spelling of it."""
     found = []
-    for number in range(count):
-        outcome = None
-        for corruption in random.sample(FAMILIES[family], len(FAMILIES[family])):
-            outcome = outcome or judge(model_name, plan_name, corruption, random, number)
-        found += [] if outcome is None else [outcome]
+    for model_name, plan_name in CASES:
+        random = Random(f"{model_name} {plan_name} {family} {count}")
+        for number in range(count):
+            outcome = None
+            for corruption in random.sample(FAMILIES[family], len(FAMILIES[family])):
+                outcome = outcome or judge(model_name, plan_name, corruption, random, number)
+            found += [] if outcome is None else [outcome]
+    assert len(found) >= count * len(CASES) // 3, "the corruption hardly applies to these programs"
     return tuple(found)
 
 
-def applied(model_name: str, plan_name: str, family: str, count: int) -> tuple[Outcome, ...]:
-    found = outcomes(model_name, plan_name, family, count)
-    if not found:
-        pytest.skip(f"nothing to corrupt: the program has no place for {family}")
-    return found
-
-
 def require_right(found: tuple[Outcome, ...]) -> None:
+    assert not [str(outcome) for outcome in found if CRASH in (outcome.refusal or "")]
     missed = [str(outcome) for outcome in found if outcome.is_changed and outcome.refusal is None]
-    refused = [str(outcome) for outcome in found if not outcome.is_changed and outcome.refusal is not None]
-    crashed = [str(outcome) for outcome in found if CRASH in (outcome.refusal or "")]
-    assert not crashed
     assert not missed, "accepted, though the meaning is changed"
+    refused = [str(outcome) for outcome in found if not outcome.is_changed and outcome.refusal is not None]
     assert not refused, "refused, though the meaning is the same"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("model", "plan"), CASES)
-def test_refused_if_and_only_if_changed(model: str, plan: str, family: str) -> None:
-    require_right(applied(model, plan, family, EACH))
+def require_named(found: tuple[Outcome, ...]) -> None:
+    assert not [str(outcome) for outcome in found if outcome.refusal is not None and not outcome.says_where()]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("model", "plan"), CASES)
-def test_refusals_name_tensor_instruction_and_ranks(model: str, plan: str, family: str) -> None:
-    refused = [outcome for outcome in applied(model, plan, family, EACH) if outcome.refusal is not None]
-    assert not [str(outcome) for outcome in refused if not outcome.says_where()]
+def test_refused_if_and_only_if_changed(family: str) -> None:
+    require_right(outcomes(family, EACH))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_refusals_name_tensor_instruction_and_ranks(family: str) -> None:
+    require_named(outcomes(family, EACH))
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("model", "plan"), CASES)
-def test_many_corruptions(model: str, plan: str, family: str) -> None:
-    found = applied(model, plan, family, EACH_SLOW)
-    require_right(found)
-    assert not [str(outcome) for outcome in found if outcome.refusal is not None and not outcome.says_where()]
+def test_many_corruptions(family: str) -> None:
+    require_right(outcomes(family, EACH_SLOW))
+    require_named(outcomes(family, EACH_SLOW))
 
 
 @pytest.mark.parametrize(("model", "plan"), CASES)
@@ -233,10 +240,99 @@ def test_every_instruction_and_step_occurs() -> None:
 
 def test_both_verdicts_occur() -> None:
     """Every family changes meanings; those that can be neutral are so somewhere."""
-    changed, neutral = set(), set()
-    for family in FAMILIES:
-        for model, plan in CASES:
-            for outcome in outcomes(model, plan, family, EACH):
-                (changed if outcome.is_changed else neutral).add(family)
+    changed = {family for family in FAMILIES if any(o.is_changed for o in outcomes(family, EACH))}
+    neutral = {family for family in FAMILIES if not all(o.is_changed for o in outcomes(family, EACH))}
     assert changed == set(FAMILIES)
-    assert neutral >= {"ranks swapped in a group", "a wrong slice", "swapped sends", "an early free"}
+    assert neutral >= set(FAMILIES) - {"a reduction left out", "a reduction done twice"}
+
+
+# -- what such searches found: each is one of the corruptions above at a place of its own
+
+
+def refusal_of(case: Case, program: Program) -> str:
+    with pytest.raises(VerificationError) as caught:
+        verify_program(case.blocks, program)
+    return str(caught.value)
+
+
+def is_changed(case: Case, program: Program) -> bool:
+    try:
+        return bool(difference(case.run(case.program), case.run(program)))
+    except BrokenError:
+        return True
+
+
+def body_of(case: Case, spot: Spot) -> tuple[Instruction, ...]:
+    return case.program.stages[spot.stage].bodies[spot.body]
+
+
+def test_a_gathered_parameter_is_freed_before_the_backward_that_needs_it() -> None:
+    case = prepare("gpt", "dp=4,zero3,micro=2", respelled=False)
+    name = "layers.0.up.weight"
+    gathers = next(p.gathers for p in case.program.stages[0].parameters if p.name == name)
+    spot = next(s for s, i in find(case.program, Free) if s.body == "backward" and i.buffer in gathers)
+    backward = max(s.index for s, _ in find(case.program, Backward) if s.index < spot.index)
+    body = list(body_of(case, spot))
+    body.insert(backward, body.pop(spot.index))
+    program = with_body(case.program, spot, tuple(body))
+    assert is_changed(case, program)
+    assert name in refusal_of(case, program)
+
+
+@pytest.mark.parametrize("body", ["forward", "backward"])
+def test_a_parameter_is_gathered_on_one_device_only(body: str) -> None:
+    case = prepare("gpt", "dp=4,zero3,micro=2", respelled=False)
+    name = "layers.0.up.weight"
+    spot, gather = next((s, c) for s, c in find(case.program, Collective) if c.tensor == name and s.body == body)
+    mask = Step(kind="mask", groups=gather.steps[-1].groups)
+    program = change(case.program, spot, replace(gather, steps=(*gather.steps, mask)))
+    assert is_changed(case, program)
+    assert name in refusal_of(case, program)
+
+
+def test_one_half_of_a_tensor_arrives_twice_and_the_other_never() -> None:
+    case = prepare("gpt", "pp=2,tp=2,vocab,sequence,micro=2,1f1b", respelled=False)
+    send_spot, send = next((s, i) for s, i in find(case.program, Send) if s.body == "forward")
+    receive_spot, receive = next((s, i) for s, i in find(case.program, Receive) if i.channel == send.channel)
+    target = send.transfers[0].target
+    first, second = (t for t in send.transfers if t.target == target)
+    twice = replace(second, source=first.source, source_box=first.source_box, target_box=first.target_box)
+    transfers = tuple(twice if t == second else t for t in send.transfers)
+    program = change(case.program, send_spot, replace(send, transfers=transfers))
+    program = change(program, receive_spot, replace(receive, transfers=transfers))
+    assert is_changed(case, program)
+    assert send.tensor in refusal_of(case, program)
+
+
+def test_messages_between_other_devices_may_come_in_any_order() -> None:
+    case = prepare("gpt", "pp=2,tp=2,micro=4,1f1b", respelled=False)
+    spot, send = find(case.program, Send)[0]
+    program = change(case.program, spot, replace(send, transfers=send.transfers[::-1]))
+    assert not is_changed(case, program)
+    verify_program(case.blocks, program)
+
+
+@pytest.mark.parametrize(("was", "becomes"), [("sum", "max"), ("max", "sum")])
+def test_a_sum_is_not_a_maximum(was: Combine, becomes: Combine) -> None:
+    case = prepare("gpt", "dp=2,tp=2,vocab", respelled=False)
+    spot, found = next((s, c) for s, c in find(case.program, Collective) if c.steps[0].combine == was)
+    program = change(case.program, spot, replace(found, steps=(replace(found.steps[0], combine=becomes),)))
+    assert is_changed(case, program)
+    assert found.tensor in refusal_of(case, program)
+
+
+def test_the_result_of_a_collective_is_read_before_its_wait() -> None:
+    case = prepare("gpt", "dp=2,tp=2,vocab", respelled=False)
+    spot, wait = next((s, i) for s, i in find(case.program, Wait) if s.body == "forward")
+    program = change(case.program, spot)
+    assert is_changed(case, program)
+    assert str(wait.buffer) in refusal_of(case, program)
+
+
+def test_a_wrong_loss_names_the_instruction_that_made_it() -> None:
+    case = prepare("gpt", "dp=2,zero1", respelled=False)
+    loss = case.blocks.graph.loss
+    spot, reduction = next((s, c) for s, c in find(case.program, Collective) if c.tensor == loss)
+    program = change(case.program, spot, replace(reduction, steps=()))
+    assert is_changed(case, program)
+    assert f"instruction {spot.index}" in refusal_of(case, program)

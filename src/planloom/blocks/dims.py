@@ -125,18 +125,27 @@ def of_loss(graph: Graph, op: Op) -> bool:
 
 
 def flow_labels(graph: Graph) -> dict[tuple[str, int], str]:
-    """`batch` and `sequence`: the first and second dim of the inputs, followed through the operators."""
+    """`batch` and `sequence`, followed from the inputs through the operators.
+
+    The batch is the first dim of the inputs, where they have the size that most of them have there; the sequence is the
+    second dim of whole numbers (tokens, labels), or of inputs with features behind it.
+    """
+    tensors = [graph.tensors[name] for name in graph.inputs]
+    firsts = [tensor.shape[0] for tensor in tensors if tensor.shape]
+    batch = max(firsts, key=firsts.count, default=0)
     labels: dict[tuple[str, int], str] = {}
-    for name in graph.inputs:
-        dims = [dim for dim, factors in enumerate(graph.tensors[name].factors) for _ in factors]
-        labels.update({(name, i): ("batch", "sequence")[dim] for i, dim in enumerate(dims) if dim < 2})
+    for tensor in tensors:
+        words = ["batch" if tensor.shape[:1] == (batch,) else ""]
+        words += ["sequence" if words[0] and (not tensor.is_float or len(tensor.shape) > 2) else ""]
+        dims = [dim for dim, factors in enumerate(tensor.factors) for _ in factors]
+        labels.update({(tensor.name, i): words[dim] for i, dim in enumerate(dims) if dim < 2 and words[dim]})
     for op in graph.ops:
-        words: dict[str, str] = {}
+        known: dict[str, str] = {}
         pairs = terms(op)
-        for tensor, names in pairs[: len(op.inputs)]:
-            for i, name in enumerate(names):
-                if (tensor, i) in labels:
-                    words.setdefault(name, labels[tensor, i])
-        for tensor, names in pairs[len(op.inputs) :]:
-            labels.update({(tensor, i): words[name] for i, name in enumerate(names) if name in words})
+        for name, factors in pairs[: len(op.inputs)]:
+            for i, factor in enumerate(factors):
+                if (name, i) in labels:
+                    known.setdefault(factor, labels[name, i])
+        for name, factors in pairs[len(op.inputs) :]:
+            labels.update({(name, i): known[factor] for i, factor in enumerate(factors) if factor in known})
     return labels

@@ -247,5 +247,6 @@ def _block_name(graph: Graph, members: list[int]) -> str:
     word = op.target.split(".")[1] if contractions else "apply"
     word = {"scaled_dot_product_attention": "attention", "mean": "statistics", "sum": "statistics"}.get(word, word)
     if of_loss(graph, op):
-        return f"loss:{word.removeprefix('statistic_')}" if op.outputs[0] != graph.loss else "loss"
+        made = {name for i in members for name in graph.ops[i].outputs}
+        return "loss" if graph.loss in made else f"loss:{word.removeprefix('statistic_')}"
     return f"{op.module or 'model'}:{word}"

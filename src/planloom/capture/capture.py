@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.export import ExportedProgram
 
 from planloom.capture.expand import expand
+from planloom.capture.guards import refuse_hidden_no_grad, refusing_own_backwards
 from planloom.capture.rules import attach_rule
 from planloom.capture.translate import translate
 from planloom.errors import CaptureError
@@ -41,31 +43,45 @@ class _WithLoss(nn.Module):
                 required="a scalar tensor, or an output with a scalar `.loss`",
                 todo="pass loss=…, a function from the model's output to a scalar, or put labels into the batch",
             )
-        return loss
+        return loss if loss.dim() == 0 else loss.reshape(())
 
 
 def capture(model: nn.Module, batch: Batch, *, loss: LossFunction | None = None) -> Graph:
     """The forward pass and loss of `model` on inputs shaped like `batch`."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     example = {name: torch.empty_like(tensor, device=device) for name, tensor in batch.items()}
-    try:
-        with warnings.catch_warnings():
-            # torch 2.13.0's own use of a deprecated class, nothing that a user could change
-            warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
-            program = torch.export.export(_WithLoss(model, loss), (), example, strict=False).run_decompositions({})
-    except CaptureError:
-        raise
-    except Exception as error:  # torch.export raises many types; each is the user's to repair
-        raise CaptureError(
-            f"torch.export cannot capture {type(model).__name__}",
-            given=f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}",
-            required="a forward pass without control flow that depends on values",
-            todo="run with --debug for torch's full message, which names the line of user code",
-        ) from error
+    program = _export(_WithLoss(model, loss), example)
     graph = expand(translate(program, model))
+    if graph.loss not in {name for op in graph.ops for name in op.outputs}:
+        raise CaptureError(
+            "the loss does not depend on any trainable parameter",
+            given=f"{len(graph.parameters)} parameters that the loss reads",
+            required="at least one",
+            todo="return the loss of the model's output, and leave requires_grad on",
+        )
     ruled = [replace(op, rule=attach_rule(op, graph.tensors, graph.parameters)) for op in graph.ops]
     tensors, ops = refine_factors(graph.tensors, ruled)
     return replace(graph, tensors=tensors, ops=_producers_first(ops))
+
+
+def _export(model: nn.Module, example: dict[str, torch.Tensor]) -> ExportedProgram:
+    try:
+        with warnings.catch_warnings(), refusing_own_backwards():
+            # torch 2.13.0's own use of a deprecated class, nothing that a user could change
+            warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
+            program = torch.export.export(model, (), example, strict=False)
+            refuse_hidden_no_grad(program)
+            return program.run_decompositions({})
+    except CaptureError:
+        raise
+    except Exception as error:  # torch.export raises many types; each is the user's to repair
+        lines = str(error).strip().splitlines()
+        raise CaptureError(
+            f"{type(model.model).__name__} cannot be captured",
+            given=f"{type(error).__name__}: {lines[0] if lines else ''} (batch: {', '.join(example)})",
+            required="a batch that the model takes, and no control flow or shape that depends on values",
+            todo="try model(**batch) first; --debug shows torch's full message with the line of user code",
+        ) from error
 
 
 def _producers_first(ops: list[Op]) -> tuple[Op, ...]:

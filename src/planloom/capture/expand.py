@@ -61,6 +61,8 @@ class _Builder:
     ) -> str:
         """Add an operator; an empty suffix gives it the original's output. Returns a reference to its result."""
         name = f"{origin.name}.{suffix}" if suffix else origin.outputs[0]
+        while suffix and name in self.tensors:
+            name += "_"
         inputs = tuple(referenced([args, kwargs]))
         op = Op(
             name=name,

@@ -35,7 +35,7 @@ _RULES: dict[str, RuleFunction] = {}
 
 # Linear in these operators means: a partial sum may pass. `add` of a tensor and a number is affine, not linear.
 _JOINTLY_LINEAR = ("aten.add.Tensor", "aten.sub.Tensor")
-_LINEAR_IN_EACH = ("aten.mul.Tensor", "aten.neg.default", "aten._to_copy.default", "aten.clone.default")
+_LINEAR_IN_EACH = ("aten.mul.Tensor", "aten.neg.default", "aten._to_copy.default")
 _LINEAR_IN_FIRST = ("aten.div.Tensor",)
 
 
@@ -88,7 +88,7 @@ def _view(text: str, call: Call, *, rewrite: str = "none", sizes: dict[str, int]
     return notate(text, *call.shapes, sizes=sizes, linear=((0,),), kind="view", rewrite=rewrite)
 
 
-@_rule("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default")
+@_rule("aten.reshape.default")
 def _reshape(call: Call) -> Rule:
     """Regroup: cut both shapes at the sizes that they have in common, then into common factors."""
     before, after, sizes = _regroup(call.inputs[0], call.output)
@@ -122,10 +122,10 @@ def _regroup(before: Shape, after: Shape) -> tuple[Term, Term, dict[str, int]]:
     return tuple(map(tuple, terms[0])), tuple(map(tuple, terms[1])), sizes
 
 
-@_rule("aten.clone.default")
-def _clone(call: Call) -> Rule:
+@_rule("aten.detach.default")
+def _detach(call: Call) -> Rule:
     names = " ".join(f"d{i}" for i in range(len(call.output)))
-    return _view(f"{names} -> {names}", call)
+    return notate(f"{names} -> {names}", *call.shapes, linear=((0,),), kind="pointwise", differentiable=False)
 
 
 @_rule("aten.transpose.int", "aten.permute.default", "aten.t.default")
@@ -230,6 +230,13 @@ def _linear(call: Call) -> Rule:
 
 @_rule("aten.embedding.default")
 def _embedding(call: Call) -> Rule:
+    if any(call.op.args[3:5]):
+        raise CaptureError(
+            "an embedding with scale_grad_by_freq or sparse gradients is not supported",
+            given=f"{call.op.name} in {call.op.module or 'the model'}",
+            required="a plain embedding: its gradient must not depend on the rest of the batch",
+            todo="leave out scale_grad_by_freq and sparse",
+        )
     return notate("vocab out, ... -> ... out", *call.shapes, linear=((0,),), kind="contraction", rewrite="one_hot")
 
 
@@ -244,7 +251,7 @@ def _attention(call: Call) -> Rule:
     if args[4]:
         raise CaptureError(
             "attention with dropout is not supported yet",
-            given=f"dropout {args[4]} in {call.op.module}",
+            given=f"dropout {args[4]} in {call.op.module or 'the model'}",
             required="0",
             todo="set the model's attention dropout to 0",
         )

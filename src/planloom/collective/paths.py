@@ -54,6 +54,7 @@ def change_layout(
 ) -> tuple[Step, ...]:
     """The cheapest program that turns `source` into `target` for a tensor with these factor sizes."""
     source, target = _canonical(source), _canonical(target)
+    target.local_sizes(sizes)  # refuses what is not even
     if source.partial and target.partial and source.combine != target.combine:
         raise LayoutError("a partial maximum cannot become a partial sum", given=str(source), required=str(target))
     ticket = count()
@@ -117,7 +118,7 @@ def _neighbours(layout: Layout, target: Layout, mesh: Mesh, sizes: tuple[int, ..
             )
             yield step("mask", (digit,)), combined
         for into in factors:
-            if fits(into, (digit,)):
+            if digit in target.split_digits and fits(into, (digit,)):
                 yield step("slice", (digit,), into=into), after({into: (*layout.splits[into], digit)}, layout.partial)
 
 

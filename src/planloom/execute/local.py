@@ -16,7 +16,7 @@ from planloom.blocks import BlockGraph
 from planloom.execute.given import local_slice
 from planloom.execute.operators import ONE_HOT, operator, plain
 from planloom.graph import Arg, Op, is_reference, referenced
-from planloom.graph.rules import flat
+from planloom.graph.rules import ONE_HOT_FACTOR, flat
 from planloom.layout import Box, Digit
 from planloom.program import BlockPiece, Run, piece_of
 
@@ -187,9 +187,13 @@ class LocalRun:
     def _one_hot_offset(self, op: Op, piece: BlockPiece) -> int | None:
         """The first index of this device's part of the vocabulary; None if it holds all of it."""
         assert op.rule is not None
-        at = flat(op.rule.inputs[0]).index("vocab") if "vocab" in op.rule.sizes else 0
-        start, stop = self._local_box(piece, op.inputs[0])[at]
-        return None if stop - start == self._graph.tensors[op.inputs[0]].sizes[at] else start
+        names, sizes = flat(op.rule.inputs[0]), self._graph.tensors[op.inputs[0]].sizes
+        factors = [i for i, name in enumerate(names) if name.split(".")[0] == ONE_HOT_FACTOR]
+        if not factors:
+            return None
+        start, stop = self._local_box(piece, op.inputs[0])[factors[0]]
+        inner = prod(sizes[i] for i in factors[1:])
+        return None if stop - start == sizes[factors[0]] else start * inner
 
     def _with_lifetimes(self, steps: list[_Step]) -> list[_Step]:
         kept = {("made", slot.tensor) for slot in self.run.outputs}

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from planloom.graph import Arg
+from planloom.graph import FLOAT_MARK, Arg
 
 
 def statistic_max(x: Tensor, dim: int) -> Tensor:
@@ -28,11 +28,12 @@ def pick(logits: Tensor, labels: Tensor, offset: int = 0) -> Tensor:
     return torch.where(inside, picked, torch.zeros_like(picked))
 
 
-def embedding(weight: Tensor, indices: Tensor, *_: Any, offset: int = 0) -> Tensor:
-    """Rows of a table of which this device holds those from `offset` on."""
-    index = indices - offset
-    inside = (index >= 0) & (index < weight.shape[0])
-    rows = F.embedding(index.clamp(0, weight.shape[0] - 1), weight)
+def embedding(weight: Tensor, indices: Tensor, padding: int = -1, *_: Any, offset: int = 0) -> Tensor:
+    """Rows of a table of which this device holds those from `offset` on; row `padding` of the whole has no gradient."""
+    index, count = indices - offset, weight.shape[0]
+    inside = (index >= 0) & (index < count)
+    own_padding = padding - offset if padding >= 0 and 0 <= padding - offset < count else None
+    rows = F.embedding(index.clamp(0, count - 1), weight, padding_idx=own_padding)
     return rows * inside.unsqueeze(-1).to(rows.dtype)
 
 
@@ -41,7 +42,13 @@ def weighted_cross_entropy(logits: Tensor, labels: Tensor, weight: Tensor, ignor
     return (F.cross_entropy(logits, labels, reduction="none", ignore_index=ignored) * weight).sum()
 
 
+def constant(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor written into the forward pass."""
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
 OWN: dict[str, Callable[..., Tensor]] = {
+    "planloom.constant": constant,
     "planloom.statistic_max": statistic_max,
     "planloom.pick": pick,
     "planloom.weighted_cross_entropy": weighted_cross_entropy,
@@ -55,13 +62,13 @@ def operator(target: str) -> Callable[..., Tensor]:
     if target in OWN:
         return OWN[target]
     namespace, name, overload = target.split(".", 2)
-    found = getattr(getattr(getattr(torch.ops, namespace), name), overload)
-    # A piece has other strides than the whole: what was a view of the whole may need a copy.
-    return torch.ops.aten.reshape.default if name in ("view", "_unsafe_view") else found  # type: ignore[no-any-return]
+    return getattr(getattr(getattr(torch.ops, namespace), name), overload)  # type: ignore[no-any-return]
 
 
 def plain(arg: Arg) -> Any:
     """An argument without tensors, as torch takes it."""
+    if isinstance(arg, str) and arg.startswith(FLOAT_MARK):
+        return float(arg.removeprefix(FLOAT_MARK))
     if isinstance(arg, str) and arg.startswith("torch."):
         return getattr(torch, arg.removeprefix("torch."))
     if isinstance(arg, list | tuple):

@@ -12,7 +12,7 @@ from itertools import pairwise
 from math import prod
 
 from planloom.errors import CaptureError
-from planloom.graph.rules import Rule, Term, flat
+from planloom.graph.rules import ONE_HOT_FACTOR, Rule, Term, flat
 from planloom.graph.values import Op, Tensor
 
 Cuts = set[int]
@@ -89,6 +89,10 @@ def _rewrite(op: Op, factor_cuts: dict[str, Cuts]) -> Rule:
         parts[name] = (name,) if len(split) == 1 else tuple(f"{name}.{i}" for i in range(len(split)))
         sizes.update(zip(parts[name], split, strict=True))
 
+    fixed = [part for name in rule.fixed for part in parts[name]]
+    if rule.rewrite == "one_hot":  # a piece is a range of rows: only the major factor of the vocabulary can be split
+        fixed += parts.get(ONE_HOT_FACTOR, ())[1:]
+
     def rewritten(term: Term) -> Term:
         return tuple(tuple(part for name in names for part in parts[name]) for names in term)
 
@@ -97,7 +101,7 @@ def _rewrite(op: Op, factor_cuts: dict[str, Cuts]) -> Rule:
         inputs=tuple(map(rewritten, rule.inputs)),
         outputs=tuple(map(rewritten, rule.outputs)),
         sizes=sizes,
-        fixed=tuple(part for name in rule.fixed for part in parts[name]),
+        fixed=tuple(fixed),
     )
 
 

@@ -6,7 +6,7 @@ partial result, and which cannot be split:
     ... in, out in -> ... out              a linear map: `in` is contracted, all others are kept
     batch heads query! size!, … -> …       `!`: this factor cannot be split
     vocab hidden, ... -> ... hidden        an embedding: a one-hot contraction over `vocab`
-    (heads size) -> heads size             a view: one dim is a product of two factors
+    (heads size) -> heads size             a view: one dim is a product of two factors, whose sizes must be given
 
 `...` stands for the leading dims that the named ones leave over, right-aligned between inputs as in broadcasting. A
 dim of size one has no factors. A factor that an output lacks is contracted: split over an axis it leaves a partial
@@ -24,6 +24,9 @@ Term = tuple[tuple[str, ...], ...]
 """For each dim of a tensor, its factors by name, major to minor."""
 
 Kind = Literal["view", "pointwise", "contraction"]
+ONE_HOT_FACTOR = "vocab"
+"""The factor of a one-hot contraction over which indices run."""
+
 Rewrite = Literal["none", "shape", "slice", "mean", "one_hot"]
 
 
@@ -104,6 +107,8 @@ def _term(text: str, shape: tuple[int, ...], known: dict[str, int]) -> Term:
         open_names = [name for name in names if name not in known]
         if len(open_names) == 1:
             known[open_names[0]] = size // prod(known[name] for name in names if name in known)
+        if len(open_names) > 1:
+            raise ValueError(f"rule term {text!r} leaves the sizes of {open_names} open for shape {shape}")
         if prod(known[name] for name in names) != size:
             raise ValueError(f"rule term {text!r} does not fit shape {shape}: sizes {known}")
         term.append(tuple(name for name in names if known[name] > 1))

@@ -21,6 +21,10 @@ Arg = Any
 """An argument as JSON: numbers, strings, lists; a tensor is a string `%name`, a dtype `torch.float32`."""
 
 
+FLOAT_MARK = "float:"
+"""Before numbers that JSON cannot hold: `float:inf`, `float:-inf`, `float:nan`."""
+
+
 def reference(name: str) -> str:
     """The argument that stands for a tensor."""
     return "%" + name

@@ -1,5 +1,6 @@
 """The `Plan` value, its file, the split/assign/order primitives and the library of named plans."""
 
+from planloom.plan.checks import require_plan
 from planloom.plan.draft import Draft, draft
 from planloom.plan.files import load_plan, save_plan
 from planloom.plan.library import NamedPlan, axis_sizes, library, named_plan, parse_named
@@ -23,5 +24,6 @@ __all__ = [
     "one_forward_one_backward",
     "parse_named",
     "require_model",
+    "require_plan",
     "save_plan",
 ]

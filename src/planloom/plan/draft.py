@@ -23,10 +23,9 @@ from planloom.errors import PlanError
 from planloom.graph import fingerprint
 from planloom.graph.fingerprint import summary
 from planloom.layout import Mesh
+from planloom.plan.checks import require_plan
 from planloom.plan.orders import ORDERS, Call
 from planloom.plan.values import Plan, Storage, StorageKind
-
-BATCH_DIM = "batch"
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -71,7 +70,7 @@ class Draft:
     def assign(self, pattern: str, *, stage: int, mesh: Mesh | None = None) -> "Draft":
         """Move matching blocks to a stage; the mesh of a new stage must be given."""
         meshes = list(self.meshes)
-        if stage > len(meshes) or (stage == len(meshes) and mesh is None):
+        if not 0 <= stage <= len(meshes) or (stage == len(meshes) and mesh is None):
             raise PlanError(
                 f"stage {stage} has no mesh",
                 given=f"{len(meshes)} stages so far",
@@ -102,11 +101,12 @@ class Draft:
 
     def plan(self, name: str) -> Plan:
         """The finished plan; what does not divide or fit is refused here."""
-        orders = self.orders or ORDERS[self.schedule](len(self.meshes), self.num_micro_batches)
-        self._require_batch()
-        self._require_stages(orders)
+        if self.num_micro_batches < 1:
+            raise PlanError(
+                "a plan needs micro-batches", given=f"{self.num_micro_batches} micro-batches", required="one or more"
+            )
         graph = self.blocks.graph
-        return Plan(
+        plan = Plan(
             name=name,
             model=fingerprint(graph),
             summary=summary(graph),
@@ -117,8 +117,10 @@ class Draft:
             storage=self.storage,
             num_micro_batches=self.num_micro_batches,
             schedule=self.schedule,
-            orders=orders,
+            orders=self.orders or ORDERS[self.schedule](len(self.meshes), self.num_micro_batches),
         )
+        require_plan(plan, self.blocks)
+        return plan
 
     def _matching(self, pattern: str) -> list[Block]:
         found = [block for block in self.blocks.blocks if matches(block.name, pattern)]
@@ -135,52 +137,6 @@ class Draft:
             return exact
         parts = [dim for dim in block.dims if dim.name.split(".")[0] == name]
         return next((dim for dim in parts if dim.size % size == 0), None)
-
-    def _require_batch(self) -> None:
-        graph = self.blocks.graph
-        for block in self.blocks.blocks:
-            dim = block.dim(BATCH_DIM)
-            if dim is None:
-                depends = block.inputs or any(name in graph.given_from_inputs for name in block.given)
-                if self.num_micro_batches > 1 and depends:
-                    raise PlanError(
-                        f"block {block.name} mixes the batch and cannot run on micro-batches",
-                        given=f"{self.num_micro_batches} micro-batches",
-                        required="one micro-batch, or a model whose operators keep the batch apart",
-                    )
-                continue
-            mesh = self.meshes[self.stages[block.index]]
-            axes = self.strategies[block.index].get(BATCH_DIM, ())
-            pieces = self.num_micro_batches * prod(mesh.axis(axis).size for axis in axes)
-            if dim.size % pieces:
-                raise PlanError(
-                    f"the batch does not divide: block {block.name}",
-                    given=f"batch {dim.size} over {self.num_micro_batches} micro-batches × axes {axes or 'none'}",
-                    required=f"a multiple of {pieces}",
-                    todo="change the global batch, the number of micro-batches or the axis",
-                )
-
-    def _require_stages(self, orders: Sequence[Sequence[Call]]) -> None:
-        devices = [device for mesh in self.meshes for device in mesh.devices]
-        if len(set(devices)) != len(devices):
-            raise PlanError("two stages share a device", given=str(devices), required="disjoint stages")
-        for block in self.blocks.blocks:
-            for tensor in block.inputs:
-                source = self.blocks.producer[tensor]
-                if self.stages[source] > self.stages[block.index]:
-                    raise PlanError(
-                        f"block {block.name} in stage {self.stages[block.index]} reads from a later stage",
-                        given=f"{tensor} is made by {self.blocks.blocks[source].name} in stage {self.stages[source]}",
-                        required="stages in the order of the model",
-                    )
-        expected = {(phase, m) for phase in ("forward", "backward") for m in range(self.num_micro_batches)}
-        for stage, calls in enumerate(orders):
-            if len(calls) != len(expected) or {(c.phase, c.micro) for c in calls} != expected:
-                raise PlanError(
-                    f"the order of stage {stage} does not call every phase of every micro-batch once",
-                    given=" ".join(map(str, calls)),
-                    required=f"forward and backward of {self.num_micro_batches} micro-batches",
-                )
 
 
 def _describe_dims(blocks: Sequence[Block]) -> str:

@@ -1,11 +1,12 @@
 """Plan files: JSON, written whole or not at all."""
 
+import contextlib
 import os
 from pathlib import Path
 
 import msgspec
 
-from planloom.errors import PlanError
+from planloom.errors import LayoutError, PlanError
 from planloom.plan.values import PLAN_VERSION, Plan
 
 
@@ -17,7 +18,8 @@ def save_plan(plan: Plan, path: str | Path) -> None:
         partial.write_bytes(msgspec.json.format(msgspec.json.encode(plan), indent=1))
         partial.replace(path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
         raise PlanError(
             f"the plan cannot be written to {path}",
             given=str(error),
@@ -32,7 +34,7 @@ def load_plan(path: str | Path) -> Plan:
         plan = msgspec.json.decode(Path(path).read_bytes(), type=Plan)
     except OSError as error:
         raise PlanError(f"the plan file {path} cannot be read", given=str(error), required="a readable file") from error
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, LayoutError) as error:
         raise PlanError(
             f"{path} is not a plan file",
             given=str(error),

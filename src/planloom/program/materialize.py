@@ -60,10 +60,10 @@ def materialize(
     stages = []
     for s, stage in enumerate(builder.stages):
         bodies = {
-            ENTER: tuple(stage.enter),
-            "forward": free_after_last_use(stage.forward),
-            "backward": free_after_last_use(stage.backward),
-            EXIT: tuple(stage.exit),
+            ENTER: tuple(_receives_first(stage.enter)),
+            "forward": free_after_last_use(_receives_first(stage.forward)),
+            "backward": free_after_last_use(_receives_first(stage.backward)),
+            EXIT: tuple(_receives_first(stage.exit)),
         }
         parameters = tuple(
             replace(p, gathers=tuple(sorted(stage.gathers.get(p.name, ()))))
@@ -74,6 +74,11 @@ def materialize(
             StageProgram(mesh=plan.meshes[s], bodies=bodies, calls=calls[s], parameters=parameters, loss=LOSS)
         )
     return Program(plan_name=plan.name, num_micro_batches=plan.num_micro_batches, stages=tuple(stages), runs=runs)
+
+
+def _receives_first(body: list[Instruction]) -> list[Instruction]:
+    """Start all receives of a body before anything else: they depend on nothing, and messages then travel at once."""
+    return sorted(body, key=lambda instruction: not isinstance(instruction, Receive))
 
 
 class _Stage:

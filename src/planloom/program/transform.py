@@ -9,9 +9,9 @@ With a block split along dim d over digit a:
 | output that has d          | split         | split                                                    |
 | output that d leaves partial | partial     | replicated                                               |
 
-A block that is not split over a has everything replicated, cotangents too. One exception: a *source*, a block that reads
-no activations (a position table), passes a partial cotangent on to its parameters, whose gradients are reduced anyway;
-over the micro-batches it must, for no micro-batch sees more than its own part.
+A block that is not split over a has everything replicated, cotangents too. One exception: a *source*, a block that
+reads no activations (a position table), passes a partial cotangent on to its parameters, whose gradients are reduced
+anyway; over the micro-batches it must, for no micro-batch sees more than its own part.
 
 Micro-batches are a time axis: they split the dim `batch` before any device does, so a layout here is that of a tensor
 inside one micro-batch, and `sizes` are its sizes there.
@@ -20,10 +20,9 @@ inside one micro-batch, and `sizes` are its sizes there.
 from dataclasses import dataclass
 
 from planloom.blocks import Block, BlockGraph
-from planloom.errors import PlanError
 from planloom.layout import Digit, Layout, Mesh
 from planloom.plan import Plan
-from planloom.plan.draft import BATCH_DIM
+from planloom.plan.checks import BATCH_DIM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,25 +39,12 @@ class Splits:
 
     def block_splits(self, block: Block) -> tuple[tuple[str, tuple[Digit, ...]], ...]:
         """(dim, space digits) for every split dim of a block."""
-        mesh, strategy, used = self.mesh(block), self.plan.strategies[block.index], set()
-        splits = []
-        for dim, axes in strategy.items():
-            if block.dim(dim) is None:
-                raise PlanError(
-                    f"block {block.name} has no dim {dim!r}",
-                    given=str(strategy),
-                    required=f"one of {[d.name for d in block.dims]}",
-                )
-            for axis in axes:
-                if axis in used:
-                    raise PlanError(
-                        f"block {block.name} uses axis {axis!r} twice", given=str(strategy), required="once"
-                    )
-                used.add(axis)
-            digits = tuple(digit for axis in axes for digit in mesh.axis(axis).digits)
-            if digits:
-                splits.append((dim, digits))
-        return tuple(splits)
+        mesh = self.mesh(block)
+        splits = {
+            dim: tuple(digit for axis in axes for digit in mesh.axis(axis).digits)
+            for dim, axes in self.plan.strategies[block.index].items()
+        }
+        return tuple((dim, digits) for dim, digits in splits.items() if digits)
 
     def timed_dim(self, block: Block) -> str:
         """The dim that micro-batches split: `batch`, where the block has it."""

@@ -1,0 +1,129 @@
+"""Does a plan fit its model? Asked of every plan, by hand or from a file, before a program is made of it."""
+
+from collections.abc import Sequence
+from math import prod
+from typing import get_args
+
+from planloom.blocks import BlockGraph
+from planloom.errors import PlanError
+from planloom.plan.values import Plan, StorageKind
+
+BATCH_DIM = "batch"
+
+
+def require_plan(plan: Plan, blocks: BlockGraph) -> None:
+    """Refuse a plan whose parts do not fit each other or the model's blocks."""
+    _require_counts(plan, blocks)
+    _require_storage(plan, blocks)
+    _require_strategies(plan, blocks)
+    _require_batch(plan, blocks)
+    _require_stages(plan, blocks)
+    _require_orders(plan)
+
+
+def _require_counts(plan: Plan, blocks: BlockGraph) -> None:
+    num_blocks, num_stages = len(blocks.blocks), len(plan.meshes)
+    for what, found, needed in (
+        ("stages", len(plan.stages), num_blocks),
+        ("strategies", len(plan.strategies), num_blocks),
+        ("orders", len(plan.orders), num_stages),
+    ):
+        if found != needed:
+            unit = "blocks" if needed is num_blocks else "stages"
+            raise PlanError(
+                f"plan {plan.name!r} has {found} {what} for {needed} {unit}", given=str(found), required=str(needed)
+            )
+    if plan.num_micro_batches < 1:
+        raise PlanError(
+            "a plan needs micro-batches", given=f"{plan.num_micro_batches} micro-batches", required="one or more"
+        )
+    if any(not 0 <= stage < num_stages for stage in plan.stages):
+        raise PlanError(
+            "a block is assigned to a stage without a mesh",
+            given=f"stages {sorted(set(plan.stages))}",
+            required=f"stages from 0 to {num_stages - 1}",
+        )
+
+
+def _require_storage(plan: Plan, blocks: BlockGraph) -> None:
+    for name, storage in plan.storage.items():
+        if storage.kind not in get_args(StorageKind) or name not in blocks.graph.parameters:
+            raise PlanError(
+                f"parameter {name!r} cannot be stored as {storage.kind!r}",
+                given=storage.kind,
+                required=f"a parameter of the model, stored as one of {get_args(StorageKind)}",
+            )
+
+
+def _require_strategies(plan: Plan, blocks: BlockGraph) -> None:
+    for block, strategy in zip(blocks.blocks, plan.strategies, strict=True):
+        mesh = plan.meshes[plan.stages[block.index]]
+        used: set[str] = set()
+        for dim, axes in strategy.items():
+            if block.dim(dim) is None:
+                raise PlanError(
+                    f"block {block.name} has no dim {dim!r}",
+                    given=str(strategy),
+                    required=f"one of {[d.name for d in block.dims]}",
+                )
+            for axis in map(mesh.axis, axes):
+                if axis.name in used:
+                    raise PlanError(
+                        f"block {block.name} uses axis {axis.name!r} twice",
+                        given=str(strategy),
+                        required="an axis splits one dim of a block at most",
+                    )
+                used.add(axis.name)
+
+
+def _require_batch(plan: Plan, blocks: BlockGraph) -> None:
+    for block in blocks.blocks:
+        dim = block.dim(BATCH_DIM)
+        if dim is None:
+            depends = block.inputs or any(name in blocks.graph.given_from_inputs for name in block.given)
+            if plan.num_micro_batches > 1 and depends:
+                raise PlanError(
+                    f"block {block.name} mixes the batch and cannot run on micro-batches",
+                    given=f"{plan.num_micro_batches} micro-batches",
+                    required="one micro-batch, or a model whose operators keep the batch apart",
+                )
+            continue
+        mesh = plan.meshes[plan.stages[block.index]]
+        axes = plan.strategies[block.index].get(BATCH_DIM, ())
+        pieces = plan.num_micro_batches * prod(mesh.axis(axis).size for axis in axes)
+        if dim.size % pieces:
+            raise PlanError(
+                f"the batch does not divide: block {block.name}",
+                given=f"batch {dim.size} over {plan.num_micro_batches} micro-batches × axes {axes or 'none'}",
+                required=f"a multiple of {pieces}",
+                todo="change the global batch, the number of micro-batches or the axis",
+            )
+
+
+def _require_stages(plan: Plan, blocks: BlockGraph) -> None:
+    if len(set(plan.devices)) != len(plan.devices):
+        raise PlanError("two stages share a device", given=str(plan.devices), required="disjoint stages")
+    for block in blocks.blocks:
+        for tensor in block.inputs:
+            source = blocks.producer[tensor]
+            if plan.stages[source] > plan.stages[block.index]:
+                raise PlanError(
+                    f"block {block.name} in stage {plan.stages[block.index]} reads from a later stage",
+                    given=f"{tensor} is made by {blocks.blocks[source].name} in stage {plan.stages[source]}",
+                    required="stages in the order of the model",
+                )
+
+
+def _require_orders(plan: Plan) -> None:
+    expected = {(phase, m) for phase in ("forward", "backward") for m in range(plan.num_micro_batches)}
+    for stage, calls in enumerate(plan.orders):
+        if len(calls) != len(expected) or {(c.phase, c.micro) for c in calls} != expected:
+            raise PlanError(
+                f"the order of stage {stage} does not call every phase of every micro-batch once",
+                given=_shown(calls),
+                required=f"forward and backward of {plan.num_micro_batches} micro-batches",
+            )
+
+
+def _shown(calls: Sequence[object]) -> str:
+    return " ".join(map(str, calls[:40])) + (" …" if len(calls) > 40 else "")
