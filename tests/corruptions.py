@@ -196,7 +196,10 @@ def permute_slice(program: Program, random: Random) -> Program | None:
 
 
 def cut_elsewhere(program: Program, random: Random) -> Program | None:
-    """Pieces are cut, or put together, along another factor that can be divided as often."""
+    """Pieces are cut, or put together, along another factor that can be divided as often.
+
+    Not where all factors from the one to the other have a single element: putting together along either is the same.
+    """
     at = _choose(random, _steps(program, "slice", "reduce_scatter", "all_to_all", "all_gather"))
     if at is None:
         return None
@@ -204,6 +207,9 @@ def cut_elsewhere(program: Program, random: Random) -> Program | None:
     factors = [f for f, size in enumerate(at.sizes) if f not in (at.step.into, at.step.along)]
     if field == "into":
         factors = [f for f in factors if at.sizes[f] % at.step.group_size == 0]
+    else:
+        was = at.step.along
+        factors = [f for f in factors if any(size > 1 for size in at.sizes[min(f, was) : max(f, was)])]
     factor = _choose(random, factors)
     return None if factor is None else _change_step(program, at, replace(at.step, **{field: factor}))
 
