@@ -6,6 +6,7 @@ for, and a step that fails because a peer is gone can say which. The first who f
 so that those who end because of it are not taken for the cause.
 """
 
+import atexit
 import os
 import sys
 import threading
@@ -38,7 +39,14 @@ def start_watch(*, stale_seconds: float = 12.0) -> "Watch":
         store = TCPStore(host, int(str(address[0])), is_master=False, timeout=limit)
     watch = Watch(store, rank, world, stale_seconds=stale_seconds)
     watch.start()
+    atexit.register(_stop_at_exit, watch)
     return watch
+
+
+def _stop_at_exit(watch: "Watch") -> None:
+    """A script that ends well need not close its trainer; one that ends with an exception is missed, and named."""
+    if not hasattr(sys, "last_value"):
+        watch.stop()
 
 
 class Watch:
