@@ -196,10 +196,7 @@ def permute_slice(program: Program, random: Random) -> Program | None:
 
 
 def cut_elsewhere(program: Program, random: Random) -> Program | None:
-    """Pieces are cut, or put together, along another factor that can be divided as often.
-
-    Not where all factors from the one to the other have a single element: putting together along either is the same.
-    """
+    """Pieces are cut, or put together, along another factor that can be divided as often."""
     at = _choose(random, _steps(program, "slice", "reduce_scatter", "all_to_all", "all_gather"))
     if at is None:
         return None
@@ -207,9 +204,6 @@ def cut_elsewhere(program: Program, random: Random) -> Program | None:
     factors = [f for f, size in enumerate(at.sizes) if f not in (at.step.into, at.step.along)]
     if field == "into":
         factors = [f for f in factors if at.sizes[f] % at.step.group_size == 0]
-    else:
-        was = at.step.along
-        factors = [f for f in factors if any(size > 1 for size in at.sizes[min(f, was) : max(f, was)])]
     factor = _choose(random, factors)
     return None if factor is None else _change_step(program, at, replace(at.step, **{field: factor}))
 
@@ -295,6 +289,29 @@ def shift_message(program: Program, random: Random) -> Program | None:
     transfers = list(pair.send.transfers)
     old = transfers[i]
     transfers[i] = replace(old, source_box=moved(old.source_box), target_box=moved(old.target_box))
+    return _change_pair(program, pair, sent=transfers, received=transfers)
+
+
+def stretch_message(program: Program, random: Random) -> Program | None:
+    """A message holds more than its receiver's array has room for."""
+    spots = [
+        (pair, i, factor)
+        for pair in _pairs(program)
+        for i, t in enumerate(pair.send.transfers)
+        for factor, ((_, stop), (_, high)) in enumerate(zip(t.source_box, t.target_box, strict=True))
+        if stop < pair.send.sizes[factor] and high == pair.receive.sizes[factor]
+    ]
+    chosen = _choose(random, spots)
+    if chosen is None:
+        return None
+    pair, i, factor = chosen
+
+    def longer(box: Box) -> Box:
+        return tuple((s, e + 1) if f == factor else (s, e) for f, (s, e) in enumerate(box))
+
+    transfers = list(pair.send.transfers)
+    old = transfers[i]
+    transfers[i] = replace(old, source_box=longer(old.source_box), target_box=longer(old.target_box))
     return _change_pair(program, pair, sent=transfers, received=transfers)
 
 
@@ -391,7 +408,7 @@ FAMILIES: dict[str, tuple[Corruption, ...]] = {
     "ranks swapped in a group": (swap_ranks_in_group, swap_ranks_between_groups),
     "a reduction left out": (leave_out_reduction, leave_out_summand, leave_out_accumulation),
     "a reduction done twice": (repeat_reduction, repeat_summand, repeat_accumulation),
-    "a wrong slice": (permute_slice, cut_elsewhere, shift_box, shift_message),
+    "a wrong slice": (permute_slice, cut_elsewhere, shift_box, shift_message, stretch_message),
     "swapped sends": (swap_transfers, swap_order_of_transfers, swap_sends),
     "an early free": (free_earlier,),
     "a wrong combination": (combine_otherwise,),
@@ -418,7 +435,9 @@ def _respelled(step: Step, sizes: tuple[int, ...], random: Random) -> list[Step]
     after, groups, n = local_sizes_after(step, sizes), step.groups, step.group_size
     if step.kind not in ("all_reduce", "all_gather"):
         return [step]
-    spellings = [[step], [step, Step(kind="mask", groups=groups), Step(kind="all_reduce", groups=groups)]]
+    spellings = [[step]]
+    if step.combine == "sum":  # a mask makes a partial sum, and a maximum has none
+        spellings.append([step, Step(kind="mask", groups=groups), Step(kind="all_reduce", groups=groups)])
     divided = [factor for factor, size in enumerate(after) if size % n == 0]
     for factor in divided:
         if factor == step.along:

@@ -3,19 +3,20 @@
 It shares nothing with the verifier and nothing with the wire; only the local functions of runs are the runtime's own. A
 program means what this computes, in the worst of the orders that the program allows:
 
-- communication reads its source as late as it may, when it is awaited; what was overwritten by then is NaN, and what
-was
-  freed is NaN for a send (a collective owns its source once it has started);
-- a receive is awaited only when no other stage can go on, and a send ends only when its receive has started
-(rendezvous);
+- communication reads its source as late as it may, when it is awaited; what was freed or overwritten by then is NaN;
+- a receive is awaited only when no other stage can go on;
+- a send ends only when its receive has started (rendezvous);
 - what arrives cannot be read before its wait;
 - messages from one device to another on one channel meet in their order, first in, first out;
-- a parameter that is gathered for each use has one storage: what a run saved for its backward is NaN while it is freed.
+- a parameter that is gathered for each use has one storage: what a run saved of it is NaN while it is freed.
 
-Two values belong to the meaning though results may not depend on them in exact arithmetic: a statistic that a run is
-given (a softmax is the same for any maximum that its devices agree on), and a gathered parameter during a backward
-(the cotangents of a sum do not depend on its summands). Programs that read what is not there, or that cannot go on,
-raise `BrokenError`.
+Three things belong to the meaning though results may not depend on them:
+
+- a statistic that a run is given: a softmax is the same for any maximum that its devices agree on;
+- a gathered parameter during a backward: the cotangents of a sum do not depend on its summands;
+- the factor sizes of what a collective makes: beside a factor of one element, another may hold the same array.
+
+Programs that read what is not there, or that cannot go on, raise `BrokenError`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -62,12 +63,10 @@ class _Cell:
     """What a buffer holds; communication in flight holds the cell, and sees what becomes of it."""
 
     tensor: Tensor
-    is_overwritten: bool = False
-    is_freed: bool = False
+    is_spoilt: bool = False
 
-    def read(self, *, owned: bool) -> Tensor:
-        is_spoilt = self.is_overwritten or (self.is_freed and not owned)
-        return torch.full_like(self.tensor, float("nan")) if is_spoilt else self.tensor
+    def read(self) -> Tensor:
+        return torch.full_like(self.tensor, float("nan")) if self.is_spoilt else self.tensor
 
 
 @dataclass(eq=False, slots=True)
@@ -75,6 +74,7 @@ class _Reduction:
     """A collective program under way on all devices of a stage."""
 
     instruction: Collective
+    micro: int
     sources: dict[int, _Cell]
     results: dict[int, Tensor] | None = None
 
@@ -110,7 +110,7 @@ class Emulation:
         self._local_runs = {} if local_runs is None else local_runs
         self._memory: dict[int, dict[Place, _Cell]] = {device: {} for device in program.devices}
         self._saved: dict[tuple[int, int, int], tuple[RunVjp, list[Buffer]]] = {}
-        self._given_to_runs: dict[tuple[str, int, str], Tensor] = {}
+        self._further: dict[tuple[str, int, str], Tensor] = {}
         self._in_flight: dict[tuple[int, Place], list[_InFlight]] = {}
         self._exchanges: dict[tuple[str, int], _Exchange] = {}
         self._gradients: dict[int, dict[str, Tensor]] = {device: {} for device in program.devices}
@@ -132,7 +132,7 @@ class Emulation:
         """One step on the global batch."""
         self._given = compute_given(self.blocks.graph, {**batch, **self.buffers}, torch.device("cpu"))
         self._exchanges.clear()
-        self._given_to_runs.clear()
+        self._further.clear()
         for stage in self.program.stages:
             for device in stage.mesh.devices:
                 self._gradients[device].clear()
@@ -149,7 +149,7 @@ class Emulation:
 
     def results(self) -> dict[tuple[str, int, str], Tensor]:
         """(kind, device, name) → a loss, gradient, new parameter or value given to a run, as far as there is one."""
-        found = dict(self._given_to_runs)
+        found = dict(self._further)
         for stage in self.program.stages:
             for device in stage.mesh.devices:
                 if (stage.loss, -1) in self._memory[device]:
@@ -230,7 +230,7 @@ class Emulation:
         """A new value; whoever still reads the old one in flight finds it spoilt."""
         buffer = place[0]
         if place in self._memory[device]:
-            self._memory[device][place].is_overwritten = True
+            self._memory[device][place].is_spoilt = True
         if buffer in self._gathers:
             held = self._gathered.setdefault((device, buffer), torch.empty_like(value))
             if held.shape != value.shape:
@@ -241,7 +241,7 @@ class Emulation:
 
     def _forget(self, device: int, place: Place) -> None:
         cell = self._memory[device].pop(place)
-        cell.is_freed = True
+        cell.is_spoilt = True
         if place[0] in self._gathers:
             cell.tensor.data.fill_(float("nan"))
 
@@ -259,7 +259,7 @@ class Emulation:
                 local, values = self._local_run(s, device, run), [get(buffer) for buffer in inputs]
                 for slot, value in zip(self.program.runs[run].inputs, values, strict=True):
                     if slot.cotangent is None:
-                        self._given_to_runs["statistic", device, f"{slot.tensor} in run {run} of {micro}"] = value
+                        self._further["statistic", device, f"{slot.tensor} in run {run} of {micro}"] = value
                 vjp = _checked(lambda: RunVjp(local, values, self._given, micro))
                 self._saved[device, run, micro] = vjp, [buffer for buffer in inputs if buffer in self._gathers]
                 for buffer, value in zip(outputs, vjp.take_outputs(), strict=True):
@@ -271,7 +271,7 @@ class Emulation:
                 vjp, gathered = self._saved.pop((device, run, micro))
                 for buffer in gathered:
                     value = self._gathered[device, buffer].clone()
-                    self._given_to_runs["gathered", device, f"{buffer} in the backward of run {run} of {micro}"] = value
+                    self._further["gathered", device, f"{buffer} in the backward of run {run} of {micro}"] = value
                 for buffer, value in zip(outputs, _checked(lambda: vjp.backward(given)), strict=True):
                     if buffer is not None:
                         assert value is not None
@@ -314,7 +314,7 @@ class Emulation:
         self._in_flight.setdefault((device, place), []).append(item)
 
     def _start_collective(self, devices: Sequence[int], collective: Collective, micro: int) -> None:
-        reduction = _Reduction(collective, {d: self._cell(d, collective.source, micro) for d in devices})
+        reduction = _Reduction(collective, micro, {d: self._cell(d, collective.source, micro) for d in devices})
         for device in devices:
             self._start(device, self._place(collective.target, micro), ("collective", reduction))
 
@@ -352,9 +352,12 @@ class Emulation:
         if work.results is None:
             collective, factors = work.instruction, self.blocks.graph.tensors[work.instruction.tensor].factors
             cells = work.sources
-            arrays = {d: _checked(lambda d=d: cells[d].read(owned=True).reshape(collective.sizes)) for d in cells}
+            arrays = {d: _checked(lambda d=d: cells[d].read().reshape(collective.sizes)) for d in cells}
             for step in collective.steps:
                 arrays = _apply(step, arrays)
+            for device, array in arrays.items():
+                key = ("sizes", device, f"{collective.target} of {work.micro}")
+                self._further[key] = torch.tensor([*array.shape, 1])
             work.results = {d: array.reshape(_shape(factors, array.shape)).clone() for d, array in arrays.items()}
         return work.results
 
@@ -366,7 +369,7 @@ class Emulation:
         for target in {t.target for t in send.transfers if t.source == device}:
             if len(_between(send.transfers, device, target)) > len(_between(receive.transfers, device, target)):
                 raise BrokenError(f"a message from {device} to {target} is never received")
-        exchange.sources[device] = _Cell(exchange.sources[device].read(owned=False))
+        exchange.sources[device] = _Cell(exchange.sources[device].read())
 
     def _received(self, device: int, exchange: _Exchange) -> Tensor:
         send, receive = exchange.send, exchange.receive
@@ -380,7 +383,7 @@ class Emulation:
             if len(expected) > len(sent):
                 raise BrokenError(f"a message from {source} to {device} is never sent")
             for there, here in zip(sent, expected, strict=False):
-                array = _checked(lambda source=source: exchange.sources[source].read(owned=False).reshape(send.sizes))
+                array = _checked(lambda source=source: exchange.sources[source].read().reshape(send.sizes))
                 message, place = _narrow(array, there.source_box), _narrow(result, here.target_box)
                 if message.shape != place.shape:
                     raise BrokenError(f"a message from {source} to {device} is not of the size that is received")

@@ -31,11 +31,6 @@ def spec_of(model: str) -> dict[str, tuple[tuple[int, ...], str]]:
     return batch_spec(build(model, torch.float64)[1])
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.mark.parametrize("model", ["gpt", "llama"])
 @pytest.mark.parametrize("name", THREE_AXES)
 def test_three_space_axes_and_a_time_axis(model: str, name: str) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from planloom.blocks import Block, BlockGraph
-from planloom.layout import Box
+from planloom.layout import Box, Combine
 from planloom.layout.boxes import whole
 from planloom.program.symbols import SEED, STORED, Symbol, covers, missing
 
@@ -17,8 +17,8 @@ class Completeness:
     blocks: BlockGraph
 
     def lacks_value(self, symbol: Symbol) -> str:
-        if symbol.parts == {STORED}:
-            return ""
+        if symbol.tensor in self.blocks.graph.parameters:
+            return "" if symbol.parts == {STORED} else "it is zero here"
         block = self.blocks.blocks[self.blocks.producer[symbol.tensor]]
         if any(part[0][:2] != (symbol.tensor, block.name) for part in symbol.parts):
             return "it holds foreign contributions"
@@ -30,6 +30,14 @@ class Completeness:
         if symbol.tensor == self.blocks.graph.loss:
             return "" if symbol.parts == {SEED} else "it is not the loss's own"
         return missing(symbol.tensor, symbol.parts, self.consumers(symbol.tensor), self._outputs)
+
+    def combine(self, symbol: Symbol) -> Combine:
+        """How the parts of a symbol combine."""
+        if symbol.kind != "value" or symbol.tensor not in self.blocks.producer:
+            return "sum"
+        block = self.blocks.blocks[self.blocks.producer[symbol.tensor]]
+        kinds = {dim.partials[symbol.tensor] for dim in block.dims if symbol.tensor in dim.partials}
+        return "max" if "max" in kinds else "sum"
 
     def consumers(self, tensor: str) -> Mapping[str, Box]:
         """The blocks that give a cotangent of a tensor, each with the box of its dims that the tensor lacks."""

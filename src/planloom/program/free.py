@@ -56,9 +56,13 @@ def writes(instruction: Instruction) -> tuple[Buffer, ...]:
 def free_after_last_use(body: list[Instruction]) -> tuple[Instruction, ...]:
     """The same body with a `Free` behind the last use of every buffer of the micro-batch that no send holds."""
     sent = {instruction.source for instruction in body if isinstance(instruction, Send)}
+    source_of = {c.target: c.source for c in body if isinstance(c, Collective)}
     last: dict[Buffer, int] = {}
     for i, instruction in enumerate(body):
-        for buffer in (*writes(instruction), *reads(instruction)):
+        used = (*writes(instruction), *reads(instruction))
+        if isinstance(instruction, Wait) and instruction.buffer in source_of:
+            used += (source_of[instruction.buffer],)  # in flight until then
+        for buffer in used:
             if buffer.indexed and buffer not in sent:
                 last[buffer] = i
     made = {buffer for instruction in body for buffer in writes(instruction)}

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from planloom.collective import Step
-from planloom.layout import Box
+from planloom.layout import Box, Combine
+from planloom.layout.boxes import subtract, whole
 from planloom.program.symbols import Symbol, added
 
 
@@ -15,8 +16,8 @@ class StepError(Exception):
         self.ranks = ranks
 
 
-def apply_steps(steps: Sequence[Step], symbols: dict[int, Symbol]) -> dict[int, Symbol]:
-    """The symbols of all devices after a collective program."""
+def apply_steps(steps: Sequence[Step], symbols: dict[int, Symbol], combine: Combine) -> dict[int, Symbol]:
+    """The symbols of all devices after a collective program; `combine` is how this tensor's parts combine."""
     for step in steps:
         after: dict[int, Symbol] = {}
         for group in step.groups:
@@ -27,14 +28,14 @@ def apply_steps(steps: Sequence[Step], symbols: dict[int, Symbol]) -> dict[int, 
             for position, device in enumerate(group):
                 if device in after:
                     raise StepError(f"{step.kind}: a device is in two groups", (device,))
-                after[device] = _one(step, [symbols[member] for member in group], group, position)
+                after[device] = _one(step, [symbols[member] for member in group], group, position, combine)
         if after.keys() != symbols.keys():
             raise StepError(f"{step.kind}: a device is in no group", tuple(sorted(symbols.keys() - after.keys())))
         symbols = after
     return symbols
 
 
-def _one(step: Step, members: list[Symbol], group: tuple[int, ...], position: int) -> Symbol:
+def _one(step: Step, members: list[Symbol], group: tuple[int, ...], position: int, combine: Combine) -> Symbol:
     own = members[position]
     match step.kind:
         case "slice":
@@ -42,20 +43,28 @@ def _one(step: Step, members: list[Symbol], group: tuple[int, ...], position: in
         case "mask":
             return own if position == 0 else Symbol(own.kind, own.tensor, own.box, frozenset())
         case "all_reduce":
-            return _reduced(step, members, group)
+            return _reduced(step, members, group, combine)
         case "reduce_scatter":
-            return _piece(_reduced(step, members, group), step.into, position, len(group), group)
+            return _piece(_reduced(step, members, group, combine), step.into, position, len(group), group)
         case "all_gather":
             return _gathered(step, members, group)
         case "all_to_all":
             return _piece(_gathered(step, members, group), step.into, position, len(group), group)
 
 
-def _reduced(step: Step, members: list[Symbol], group: tuple[int, ...]) -> Symbol:
-    total = members[0]
+def _reduced(step: Step, members: list[Symbol], group: tuple[int, ...], combine: Combine) -> Symbol:
+    """The combination of a group's symbols. One without parts is zero: nothing to a sum, but not to a maximum."""
+    first, contributing = members[0], [member for member in members if member.parts]
+    if step.combine == "max" and all(member == first for member in members):
+        return first  # the maximum of equal values
+    if step.combine != combine and not (step.combine == "sum" and len(contributing) <= 1):
+        raise StepError(f"{step.kind} combines by {step.combine} what combines by {combine}", group)
+    if step.combine == "max" and len(contributing) < len(members):
+        raise StepError(f"{step.kind} takes the maximum with zero", group)
+    total = first
     for member in members[1:]:
         if step.combine == "max" and (member.kind, member.tensor, member.box) == (total.kind, total.tensor, total.box):
-            total = Symbol(total.kind, total.tensor, total.box, total.parts | member.parts)  # a maximum may count twice
+            total = Symbol(total.kind, total.tensor, total.box, total.parts | member.parts)  # may count twice
             continue
         try:
             total = added(total, member)
@@ -109,7 +118,7 @@ def join_messages(arrived: list[tuple[Symbol, Box]], sizes: tuple[int, ...]) -> 
     """Messages put at their places in a local array: they must fill it and lie as they do in the tensor."""
     if not arrived:
         raise StepError("nothing arrives")
-    first, volume = arrived[0][0], 0
+    first = arrived[0][0]
     origin = tuple(s - t for (s, _), (t, _) in zip(first.box, arrived[0][1], strict=True))
     for symbol, place in arrived:
         shifted = tuple((s + o, e + o) for (s, e), o in zip(place, origin, strict=True))
@@ -117,14 +126,10 @@ def join_messages(arrived: list[tuple[Symbol, Box]], sizes: tuple[int, ...]) -> 
             raise StepError(f"{first} and {symbol} arrive as one tensor")
         if symbol.box != shifted:
             raise StepError(f"{symbol} arrives where {list(shifted)} belongs")
-        count = 1
-        for start, stop in place:
-            count *= stop - start
-        volume += count
-    total = 1
-    for size in sizes:
-        total *= size
-    if volume != total:
-        raise StepError(f"messages fill {volume} of {total} elements")
+    missing: list[Box] = [whole(sizes)]
+    for _, place in arrived:
+        missing = [rest for box in missing for rest in subtract(box, place)]
+    if missing:
+        raise StepError(f"nothing arrives at {list(missing[0])}")
     box = tuple((o, o + size) for o, size in zip(origin, sizes, strict=True))
     return Symbol(first.kind, first.tensor, box, first.parts)

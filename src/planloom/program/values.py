@@ -19,6 +19,11 @@ class Buffer:
     name: str
     indexed: bool = False
 
+    @property
+    def tensor(self) -> str:
+        """The tensor that a buffer is named after."""
+        return self.name.split(":")[0].split("@")[0]
+
     def __str__(self) -> str:
         return f"{self.name}[m]" if self.indexed else self.name
 

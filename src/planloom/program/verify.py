@@ -11,7 +11,9 @@ every call of every stage and proves, or names the tensor, the instruction and t
 - at the end the loss is complete on every device, and every parameter was updated once, from its complete gradient.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from planloom.blocks import BlockGraph
 from planloom.errors import VerificationError
@@ -33,11 +35,13 @@ from planloom.program.values import (
     Seed,
     Send,
     Sum,
+    Transfer,
     Update,
     Wait,
 )
 
 Place = tuple[Buffer, int]
+_Message = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,17 +68,36 @@ class _FaultError(Exception):
         self.tensor, self.what, self.ranks = tensor, what, ranks
 
 
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What is under way on a buffer: half of an exchange, the source of a collective, or its result."""
+
+    kind: Literal["send", "receive", "source", "result"]
+    channel: str = ""
+    micro: int = -1
+    target: "Place | None" = None
+    result: Symbol | None = None
+
+    @property
+    def delivers(self) -> bool:
+        return self.kind in ("receive", "result")
+
+
 class _Interpreter:
     def __init__(self, blocks: BlockGraph, program: Program) -> None:
         self.blocks, self.program, self.graph = blocks, program, blocks.graph
         self.memory: dict[int, dict[Place, Symbol]] = {device: {} for device in program.devices}
         self.complete = Completeness(blocks=blocks)
-        self.saved: set[tuple[int, int, int]] = set()
-        self.sent: dict[tuple[str, int], tuple[Send, int]] = {}
-        self.received: dict[tuple[str, int], tuple[Receive, int]] = {}
-        self.messages: dict[tuple[str, int], dict[tuple[int, int, int], Symbol]] = {}
-        self.in_flight: dict[tuple[int, Place], list[tuple[str, int, str]]] = {}
+        self.saved: dict[tuple[int, int, int], dict[Buffer, Symbol]] = {}
+        self.sent: set[tuple[str, int]] = set()
+        self.received: dict[tuple[str, int], Receive] = {}
+        self.messages: dict[tuple[str, int], dict[_Message, Symbol]] = {}
+        self.in_flight: dict[tuple[int, Place], list[_Work]] = {}
+        self.written_by: dict[tuple[int, Place], str] = {}
+        self.now = ""
         self.updated: set[tuple[int, str]] = set()
+        # Autograd keeps views of these: a backward sees what they hold then, not what the forward read.
+        self.persistent = {b for stage in program.stages for p in stage.parameters for b in (p.buffer, *p.gathers)}
         self.counts = {"instructions": 0, "collectives": 0, "messages": 0}
         for stage in program.stages:
             for stored in stage.parameters:
@@ -103,20 +126,22 @@ class _Interpreter:
         return self._finish()
 
     def _guarded(self, s: int, body: str, index: int, instruction: Instruction, micro: int) -> bool:
+        when = f" of micro-batch {micro}" if micro >= 0 else ""
+        self.now = f"instruction {index} ({_describe(instruction)}) in stage {s}, {body}{when}"
         try:
             done = self._step(s, instruction, micro)
         except _FaultError as fault:
-            when = f" of micro-batch {micro}" if micro >= 0 else ""
-            raise VerificationError(
-                f"the program of {self.program.plan_name!r} does not compute {fault.tensor} as the model does: "
-                f"{fault.what}",
-                given=f"instruction {index} ({_describe(instruction)}) in stage {s}, {body}{when}, "
-                f"ranks {', '.join(map(str, fault.ranks))}",
-                required=f"tensor {fault.tensor} complete, in place, and every part counted once",
-                todo="if the plan was written by Planloom, report this as a bug with the plan file",
-            ) from None
+            raise self._refusal(fault.tensor, fault.what, self.now, fault.ranks) from None
         self.counts["instructions"] += done
         return done
+
+    def _refusal(self, tensor: str, what: str, instruction: str, ranks: tuple[int, ...]) -> VerificationError:
+        return VerificationError(
+            f"the program of {self.program.plan_name!r} does not compute {tensor} as the model does: {what}",
+            given=f"{instruction}, ranks {', '.join(map(str, ranks))}",
+            required=f"tensor {tensor} complete, in place, and every part counted once",
+            todo="if the plan was written by Planloom, report this as a bug with the plan file",
+        )
 
     def _raise_deadlock(self, at: list[int], scripts: list[list[tuple[str, int, Instruction, int]]]) -> None:
         stuck = [(s, *script[at[s]]) for s, script in enumerate(scripts) if at[s] < len(script)]
@@ -133,22 +158,19 @@ class _Interpreter:
         )
 
     def _finish(self) -> Proof:
+        for (device, place), works in self.in_flight.items():
+            writer = self.written_by.get((device, place), "the program")
+            what = f"{place[0]} is still in flight at the end of the step ({works[0].kind})"
+            raise self._refusal(place[0].tensor, what, writer, (device,))
         loss = self.graph.loss
-        for s, stage in enumerate(self.program.stages):
+        for stage in self.program.stages:
             expected = {stored.name for stored in stage.parameters if self.complete.consumers(stored.name)}
             for device in stage.mesh.devices:
-                self._final(s, device, loss, self.memory[device].get((stage.loss, -1)), "value", ())
+                self._final(device, loss, stage.loss, "value", ())
                 for stored in stage.parameters:
                     if stored.name in expected:
                         box = stored.layout.box(stored.sizes, stage.mesh.coordinates(device))
-                        symbol = self.memory[device].get((stored.buffer, -1))
-                        self._final(s, device, stored.name, symbol, "updated", box)
-        if self.in_flight:
-            (device, place), _ = next(iter(self.in_flight.items()))
-            raise VerificationError(
-                f"something is still in flight at the end of the step: {place[0]} on rank {device}",
-                required="a wait for everything that was started",
-            )
+                        self._final(device, stored.name, stored.buffer, "updated", box)
         return Proof(
             num_devices=len(self.program.devices),
             num_instructions=self.counts["instructions"],
@@ -157,16 +179,14 @@ class _Interpreter:
             num_parameters=len(self.graph.parameters),
         )
 
-    def _final(self, s: int, device: int, tensor: str, symbol: Symbol | None, kind: str, box: Box) -> None:
-        good = (
-            symbol is not None and symbol.kind == kind and symbol.box == box and not self.complete.lacks_value(symbol)
-        )
-        if not good:
-            raise VerificationError(
-                f"at the end of the step {tensor} is wrong on rank {device} (stage {s})",
-                given=str(symbol) if symbol is not None else "nothing",
-                required=f"the complete {'loss' if kind == 'value' else 'updated parameter'} at {list(box)}",
-            )
+    def _final(self, device: int, tensor: str, buffer: Buffer, kind: str, box: Box) -> None:
+        symbol = self.memory[device].get((buffer, -1))
+        good = symbol is not None and symbol.kind == kind and symbol.box == box
+        lack = self.complete.lacks_value(symbol) if good and symbol is not None else "it is not there"
+        if lack:
+            writer = self.written_by.get((device, (buffer, -1)), "no instruction writes it")
+            what = f"at the end of the step {buffer} holds {symbol or 'nothing'}: {lack}"
+            raise self._refusal(tensor, what, writer, (device,))
 
     # -- instructions
 
@@ -197,8 +217,8 @@ class _Interpreter:
 
     def _read(self, device: int, buffer: Buffer, micro: int, tensor: str) -> Symbol:
         place = self._place(buffer, micro)
-        if any(kind == "receive" for *_, kind in self.in_flight.get((device, place), ())):
-            raise _FaultError(tensor, f"{buffer} is read before its receive was awaited", (device,))
+        if any(work.delivers for work in self.in_flight.get((device, place), ())):
+            raise _FaultError(tensor, f"{buffer} is read before it was awaited", (device,))
         if place not in self.memory[device]:
             raise _FaultError(tensor, f"{buffer} is read before it is written or after it was freed", (device,))
         return self.memory[device][place]
@@ -208,6 +228,7 @@ class _Interpreter:
         if (device, place) in self.in_flight:
             raise _FaultError(symbol.tensor, f"{buffer} is written while it is in flight", (device,))
         self.memory[device][place] = symbol
+        self.written_by[device, place] = self.now
 
     def _local(self, s: int, device: int, instruction: Instruction, micro: int) -> None:
         match instruction:
@@ -228,7 +249,7 @@ class _Interpreter:
                 self._write(device, target, micro, new)
             case Free(buffer=buffer):
                 place = self._place(buffer, micro)
-                tensor = buffer.name.split(":")[0].split("@")[0]
+                tensor = buffer.tensor
                 if (device, place) in self.in_flight:
                     raise _FaultError(tensor, f"{buffer} is freed while it is in flight", (device,))
                 self._read(device, buffer, micro, tensor)
@@ -272,43 +293,52 @@ class _Interpreter:
             if tuple(stop - start for start, stop in symbol.box) != collective.sizes:
                 raise _FaultError(tensor, f"{symbol} is not of local size {collective.sizes}", (device,))
         try:
-            results = apply_steps(collective.steps, symbols)
+            combine = self.complete.combine(next(iter(symbols.values())))
+            results = apply_steps(collective.steps, symbols, combine)
         except StepError as error:
             raise _FaultError(tensor, str(error), error.ranks) from None
+        target = self._place(collective.target, micro)
         for device, symbol in results.items():
-            self._write(device, collective.target, micro, symbol)
+            if (device, target) in self.in_flight:
+                raise _FaultError(tensor, f"{collective.target} is written while it is in flight", (device,))
+            source = self._place(collective.source, micro)
+            self.in_flight[device, target] = [_Work("result", result=symbol)]
+            self.written_by[device, target] = self.now
+            if source != target:
+                self.in_flight.setdefault((device, source), []).append(_Work("source", target=target))
         self.counts["collectives"] += sum(not step.is_local for step in collective.steps)
 
     def _send(self, devices: tuple[int, ...], send: Send, micro: int) -> None:
         key = (send.channel, micro)
         if key in self.sent:
             raise _FaultError(send.tensor, f"channel {send.channel} is sent twice", devices)
-        box_of: dict[tuple[int, int, int], Symbol] = {}
-        for i, transfer in enumerate(send.transfers):
+        messages: dict[_Message, Symbol] = {}
+        for message, transfer in _numbered(send.transfers):
             if transfer.source not in devices:
                 raise _FaultError(send.tensor, "a device of another stage is asked to send", (transfer.source,))
             symbol = self._read(transfer.source, send.source, micro, send.tensor)
             try:
-                box_of[transfer.source, transfer.target, i] = extract(symbol, transfer.source_box, send.sizes)
+                messages[message] = extract(symbol, transfer.source_box, send.sizes)
             except StepError as error:
                 raise _FaultError(send.tensor, str(error), (transfer.source,)) from None
-        self.sent[key] = (send, micro)
-        self.messages[key] = box_of
+        self.sent.add(key)
+        self.messages[key] = messages
         for device in devices:
             place = (device, self._place(send.source, micro))
-            self.in_flight.setdefault(place, []).append((send.channel, micro, "send"))
+            self.in_flight.setdefault(place, []).append(_Work("send", channel=send.channel, micro=micro))
         self.counts["messages"] += len(send.transfers)
 
     def _receive(self, devices: tuple[int, ...], receive: Receive, micro: int) -> None:
         key = (receive.channel, micro)
         if key in self.received:
             raise _FaultError(receive.tensor, f"channel {receive.channel} is received twice", devices)
-        self.received[key] = (receive, micro)
+        self.received[key] = receive
         for device in devices:
             place = (device, self._place(receive.target, micro))
             if place in self.in_flight:
                 raise _FaultError(receive.tensor, f"{receive.target} is received while it is in flight", (device,))
-            self.in_flight[place] = [(receive.channel, micro, "receive")]
+            self.in_flight[place] = [_Work("receive", channel=receive.channel, micro=micro)]
+            self.written_by[place] = self.now
 
     def _wait(self, devices: tuple[int, ...], wait: Wait, micro: int) -> bool:
         """Rendezvous: both halves of an exchange must have started before either wait ends."""
@@ -318,26 +348,45 @@ class _Interpreter:
             places = [self._place(wait.buffer, micro - wait.lag)]
         waited = [(d, p) for p in places for d in devices if (d, p) in self.in_flight]
         for device, place in waited:
-            for channel, at, _ in self.in_flight[device, place]:
-                if (channel, at) not in self.sent or (channel, at) not in self.received:
+            for work in self.in_flight[device, place]:
+                key = (work.channel, work.micro)
+                if work.channel and (key not in self.sent or key not in self.received):
                     return False
         for device, place in waited:
-            for channel, at, kind in self.in_flight.pop((device, place)):
-                if kind == "receive":
-                    self._deliver(device, place, channel, at)
+            works = self.in_flight[device, place]
+            kept = [work for work in works if work.kind == "source"]  # until its result is awaited
+            self._settle((device, place), kept)
+            for work in works:
+                if work.kind == "receive":
+                    self._deliver(device, place, work.channel, work.micro)
+                elif work.result is not None:
+                    self.memory[device][place] = work.result
+                    self._release_sources(device, place)
         if wait.free:
             for device in devices:
                 for place in places:
                     self.memory[device].pop(place, None)
         return True
 
+    def _settle(self, key: tuple[int, Place], works: list[_Work]) -> None:
+        if works:
+            self.in_flight[key] = works
+        else:
+            self.in_flight.pop(key, None)
+
+    def _release_sources(self, device: int, target: Place) -> None:
+        """A collective's source may be written and freed again once its result was awaited."""
+        for key in [key for key in self.in_flight if key[0] == device]:
+            self._settle(key, [work for work in self.in_flight[key] if work.target != target])
+
     def _deliver(self, device: int, place: Place, channel: str, micro: int) -> None:
-        receive, _ = self.received[channel, micro]
+        receive = self.received[channel, micro]
         sent = self.messages[channel, micro]
-        expected = {(t.source, t.target, i): t.target_box for i, t in enumerate(receive.transfers)}
+        expected = {message: transfer.target_box for message, transfer in _numbered(receive.transfers)}
         if set(expected) != set(sent):
             odd = min(set(expected) ^ set(sent))
-            raise _FaultError(receive.tensor, f"message {odd[2]} of channel {channel} is not matched", odd[:2])
+            what = f"message {odd[2]} from {odd[0]} to {odd[1]} of channel {channel} is not matched"
+            raise _FaultError(receive.tensor, what, odd[:2])
         arrived = [(sent[key], box) for key, box in expected.items() if key[1] == device]
         try:
             symbol = join_messages(arrived, receive.sizes)
@@ -367,7 +416,8 @@ class _Interpreter:
             made = self._symbolic(s, device, forward.run, micro).forward(read)
         except RunError as error:
             raise _FaultError(error.tensor, str(error), (device,)) from None
-        self.saved.add((device, forward.run, micro))
+        kept = {b: self.memory[device][b, -1] for b in forward.inputs if b in self.persistent}
+        self.saved[device, forward.run, micro] = kept
         for slot, buffer in zip(self.program.runs[forward.run].outputs, forward.outputs, strict=True):
             self._write(device, buffer, micro, made[slot.tensor])
 
@@ -375,7 +425,10 @@ class _Interpreter:
         run = self.program.runs[backward.run]
         if (device, backward.run, micro) not in self.saved:
             raise _FaultError(run.outputs[0].tensor, "the backward of a run has no forward before it", (device,))
-        self.saved.remove((device, backward.run, micro))
+        for buffer, symbol in self.saved.pop((device, backward.run, micro)).items():
+            if self._read(device, buffer, micro, symbol.tensor) != symbol:
+                what = f"{buffer} is not what the forward of the run read"
+                raise _FaultError(symbol.tensor, what, (device,))
         cotangents = {
             slot.tensor: self._read(device, buffer, micro, slot.tensor)
             for slot, buffer in zip(run.outputs, backward.cotangents, strict=True)
@@ -390,6 +443,15 @@ class _Interpreter:
                 if i not in slots:
                     raise _FaultError(slot.tensor, "a run gives no cotangent of this input", (device,))
                 self._write(device, wanted, micro, slots[i])
+
+
+def _numbered(transfers: Sequence[Transfer]) -> Iterator[tuple[_Message, Transfer]]:
+    """Messages as the wire tells them apart: by sender, receiver, and their order between these two."""
+    counts: dict[tuple[int, int], int] = {}
+    for transfer in transfers:
+        pair = (transfer.source, transfer.target)
+        counts[pair] = counts.get(pair, -1) + 1
+        yield (*pair, counts[pair]), transfer
 
 
 def _describe(instruction: Instruction) -> str:
