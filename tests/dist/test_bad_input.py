@@ -81,7 +81,9 @@ def test_torchrun_names_the_rank_that_dies() -> None:
     assert time.monotonic() - start < LIMIT_SECONDS + 20  # the start of the processes included
 
 
-@pytest.mark.parametrize(("victim", "how"), [(2, "SIGKILL"), (0, "SIGKILL"), (1, "SIGSTOP")])
+@pytest.mark.parametrize(
+    ("victim", "how"), [(2, "SIGKILL"), pytest.param(0, "SIGKILL", marks=pytest.mark.slow), (1, "SIGSTOP")]
+)
 def test_without_torchrun_all_others_end_and_name_the_rank(victim: int, how: str) -> None:
     port = str(free_port())
     processes = []

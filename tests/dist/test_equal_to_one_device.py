@@ -38,6 +38,12 @@ FOUR = [
     "pp=2,dp=2,zero3,micro=4,1f1b",
 ]
 CASES = [(model, plan) for model in ("gpt", "llama") for plan in TWO + FOUR]
+OFTEN = ("dp=2,tp=2,vocab", "tp=2,tp2=2,vocab", "dp=4,zero3", "pp=2,tp=2,micro=4,1f1b")
+FEWER = [
+    pytest.param(model, plan, marks=() if plan in TWO[::2] or plan in OFTEN else pytest.mark.slow)
+    for model, plan in CASES
+]
+"""All cases; those that `make test` leaves to `make test-all` are marked."""
 
 
 def world_of(plan: str) -> int:
@@ -61,7 +67,7 @@ def test_gradients_and_sgd_in_float64(pools: dict[int, Pool], model: str, plan: 
     assert seen == set(expected["gradients"])
 
 
-@pytest.mark.parametrize(("model", "plan"), CASES)
+@pytest.mark.parametrize(("model", "plan"), FEWER)
 def test_adamw_in_float64(pools: dict[int, Pool], model: str, plan: str) -> None:
     expected = reference(model, torch.float64, "adamw", 4)
     for result in pools[world_of(plan)].run(train, model, plan, torch.float64, "adamw", 4):
@@ -70,8 +76,19 @@ def test_adamw_in_float64(pools: dict[int, Pool], model: str, plan: str) -> None
             assert error <= 1e-6 * LEARNING_RATE, name
 
 
-@pytest.mark.parametrize(("model", "plan"), CASES)
+@pytest.mark.parametrize(("model", "plan"), FEWER)
 def test_loss_in_float32(pools: dict[int, Pool], model: str, plan: str) -> None:
     expected = reference(model, torch.float32, "sgd", 2)
     for result in pools[world_of(plan)].run(train, model, plan, torch.float32, "sgd", 2):
         assert result["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["gpt", "llama"])
+@pytest.mark.parametrize("plan", ["dp=2,tp=2,tp2=2,vocab,micro=2", "pp=2,dp=2,tp=2,sequence,vocab,zero1,micro=4,1f1b"])
+def test_three_space_axes_on_eight_processes(pools: dict[int, Pool], model: str, plan: str) -> None:
+    expected = reference(model, torch.float64, "sgd", 4)
+    for result in pools[8].run(train, model, plan, torch.float64, "sgd", 4):
+        assert result["losses"] == pytest.approx(expected["losses"], rel=1e-12)
+        for name, parameter in result["parameters"].items():
+            assert float((parameter - expected["parameters"][name]).abs().max()) <= 1e-10, name

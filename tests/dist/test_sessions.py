@@ -65,7 +65,17 @@ def test_a_profile_measures_each_distinct_run_once(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_demo_runs_the_whole_path(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "planloom", "demo", "--steps", "5", "--json", "--store", str(tmp_path / "p.sqlite")]
+    command = [
+        sys.executable,
+        "-m",
+        "planloom",
+        "demo",
+        "--steps",
+        "5",
+        "--json",
+        "--store",
+        str(tmp_path / "p.sqlite"),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

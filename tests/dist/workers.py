@@ -63,7 +63,7 @@ class Pool:
             if process.is_alive():
                 pipe.send(None)
         for process in self._processes:
-            process.join(timeout=10)
+            process.join(timeout=2)
             if process.is_alive():
                 process.kill()
 

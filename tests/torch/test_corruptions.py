@@ -5,11 +5,10 @@ that no permutation of rows is a symmetry of the data.
 """
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
 from random import Random
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
@@ -34,7 +33,7 @@ from planloom.program import (
     verify_program,
 )
 from tests.boundaries import Side, boundary_plan
-from tests.corruptions import FAMILIES, Corruption, Spot, change, find, respell, with_body
+from tests.corruptions import FAMILIES, Corruption, Spot, change, find, respell, stretch_message, with_body
 from tests.dist.cases import LEARNING_RATE, captured
 from tests.emulation import BrokenError, Emulation, LocalRuns
 from tests.models import build
@@ -56,15 +55,6 @@ CASES = [(model, plan) for model in ("gpt", "llama") for plan in PLANS]
 EACH, EACH_SLOW = 8, 45
 TOLERANCE = 1e-9
 CRASH = "the verifier itself fails:"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """The tensors are so small that a second thread only costs."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 Results = dict[tuple[str, int, str], Tensor]
@@ -204,47 +194,19 @@ def require_named(found: tuple[Outcome, ...]) -> None:
     assert not [str(outcome) for outcome in found if outcome.refusal is not None and not outcome.says_where()]
 
 
-GATHERS = "the verifier does not ask for gathered parameters in a backward, and fails on a parameter without parts"
-MESSAGES = "the verifier matches messages by number, and takes two that overlap for the whole"
-COMBINATION = "the verifier does not ask how contributions are combined"
-WAITS = "the verifier lets a collective's result be read before its wait"
-ENDING = "faults that are found at the end of a step name no instruction"
-
-
-def known(**reasons: str) -> list[Any]:
-    """All families, those with an open bug marked: the words of their names joined by `_`."""
-    return [
-        pytest.param(family, marks=[pytest.mark.xfail(strict=True, reason=reasons[key])] if key in reasons else [])
-        for family in FAMILIES
-        for key in (family.replace(" ", "_"),)
-    ]
-
-
-@pytest.mark.parametrize(
-    "family",
-    known(a_reduction_left_out=GATHERS, swapped_sends=MESSAGES, a_wrong_combination=COMBINATION, a_late_wait=WAITS),
-)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_refused_if_and_only_if_changed(family: str) -> None:
     require_right(outcomes(family, EACH))
 
 
-@pytest.mark.parametrize("family", known(a_reduction_left_out=ENDING, a_late_wait=ENDING))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_refusals_name_tensor_instruction_and_ranks(family: str) -> None:
     require_named(outcomes(family, EACH))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "family",
-    known(
-        a_reduction_left_out=GATHERS,
-        an_early_free=GATHERS,
-        swapped_sends=MESSAGES,
-        a_wrong_combination=COMBINATION,
-        a_late_wait=WAITS,
-    ),
-)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_many_corruptions(family: str) -> None:
     require_right(outcomes(family, EACH_SLOW))
     require_named(outcomes(family, EACH_SLOW))
@@ -294,7 +256,6 @@ def body_of(case: Case, spot: Spot) -> tuple[Instruction, ...]:
     return case.program.stages[spot.stage].bodies[spot.body]
 
 
-@pytest.mark.xfail(strict=True, reason=GATHERS)
 def test_a_gathered_parameter_is_freed_before_the_backward_that_needs_it() -> None:
     case = prepare("gpt", "dp=4,zero3,micro=2", respelled=False)
     name = "layers.0.up.weight"
@@ -308,7 +269,6 @@ def test_a_gathered_parameter_is_freed_before_the_backward_that_needs_it() -> No
     assert name in refusal_of(case, program)
 
 
-@pytest.mark.xfail(strict=True, reason=GATHERS)
 @pytest.mark.parametrize("body", ["forward", "backward"])
 def test_a_parameter_is_gathered_on_one_device_only(body: str) -> None:
     case = prepare("gpt", "dp=4,zero3,micro=2", respelled=False)
@@ -320,7 +280,6 @@ def test_a_parameter_is_gathered_on_one_device_only(body: str) -> None:
     assert name in refusal_of(case, program)
 
 
-@pytest.mark.xfail(strict=True, reason=MESSAGES)
 def test_one_half_of_a_tensor_arrives_twice_and_the_other_never() -> None:
     case = prepare("gpt", "pp=2,tp=2,vocab,sequence,micro=2,1f1b", respelled=False)
     send_spot, send = next((s, i) for s, i in find(case.program, Send) if s.body == "forward")
@@ -335,7 +294,14 @@ def test_one_half_of_a_tensor_arrives_twice_and_the_other_never() -> None:
     assert send.tensor in refusal_of(case, program)
 
 
-@pytest.mark.xfail(strict=True, reason=MESSAGES)
+def test_a_message_is_larger_than_the_room_for_it() -> None:
+    case = prepare("gpt", "boundary", respelled=False)
+    program = stretch_message(case.program, Random(0))
+    assert program is not None
+    assert is_changed(case, program)
+    refusal_of(case, program)
+
+
 def test_messages_between_other_devices_may_come_in_any_order() -> None:
     case = prepare("gpt", "pp=2,tp=2,micro=4,1f1b", respelled=False)
     spot, send = find(case.program, Send)[0]
@@ -344,7 +310,6 @@ def test_messages_between_other_devices_may_come_in_any_order() -> None:
     verify_program(case.blocks, program)
 
 
-@pytest.mark.xfail(strict=True, reason=COMBINATION)
 @pytest.mark.parametrize(("was", "becomes"), [("sum", "max"), ("max", "sum")])
 def test_a_sum_is_not_a_maximum(was: Combine, becomes: Combine) -> None:
     case = prepare("gpt", "dp=2,tp=2,vocab", respelled=False)
@@ -354,16 +319,15 @@ def test_a_sum_is_not_a_maximum(was: Combine, becomes: Combine) -> None:
     assert found.tensor in refusal_of(case, program)
 
 
-@pytest.mark.xfail(strict=True, reason=WAITS)
 def test_the_result_of_a_collective_is_read_before_its_wait() -> None:
     case = prepare("gpt", "dp=2,tp=2,vocab", respelled=False)
-    spot, wait = next((s, i) for s, i in find(case.program, Wait) if s.body == "forward")
-    program = change(case.program, spot)
+    collective = next(i for s, i in find(case.program, Collective) if s.body == "forward")
+    waits = (s for s, i in find(case.program, Wait) if s.body == "forward" and i.buffer == collective.target)
+    program = change(case.program, next(waits))
     assert is_changed(case, program)
-    assert str(wait.buffer) in refusal_of(case, program)
+    assert collective.tensor in refusal_of(case, program)
 
 
-@pytest.mark.xfail(strict=True, reason=ENDING)
 def test_a_wrong_loss_names_the_instruction_that_made_it() -> None:
     case = prepare("gpt", "dp=2,zero1", respelled=False)
     loss = case.blocks.graph.loss

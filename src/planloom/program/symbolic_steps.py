@@ -124,6 +124,8 @@ def join_messages(arrived: list[tuple[Symbol, Box]], sizes: tuple[int, ...]) -> 
         shifted = tuple((s + o, e + o) for (s, e), o in zip(place, origin, strict=True))
         if (symbol.kind, symbol.tensor, symbol.parts) != (first.kind, first.tensor, first.parts):
             raise StepError(f"{first} and {symbol} arrive as one tensor")
+        if any(start < 0 or stop > size for (start, stop), size in zip(place, sizes, strict=True)):
+            raise StepError(f"{symbol} arrives at {list(place)}, outside an array of sizes {sizes}")
         if symbol.box != shifted:
             raise StepError(f"{symbol} arrives where {list(shifted)} belongs")
     missing: list[Box] = [whole(sizes)]
