@@ -270,25 +270,21 @@ def shift_box(program: Program, random: Random) -> Program | None:
     return _change_pair(program, pair, **{"sent" if half == "send" else "received": transfers})
 
 
-def shift_message(program: Program, random: Random) -> Program | None:
-    """A message carries other elements, and puts them where they belong: some arrive twice, some never."""
-    spots = []
-    for pair in _pairs(program):
-        for i, t in enumerate(pair.send.transfers):
-            for factor, ((start, stop), (low, high)) in enumerate(zip(t.source_box, t.target_box, strict=True)):
-                least, most = max(-start, -low), min(pair.send.sizes[factor] - stop, pair.receive.sizes[factor] - high)
-                spots += [(pair, i, factor, by) for by in range(least, most + 1) if by]
+def repeat_message(program: Program, random: Random) -> Program | None:
+    """One part of what a device receives arrives twice, another never."""
+    spots = [
+        (pair, i, j)
+        for pair in _pairs(program)
+        for i, first in enumerate(pair.send.transfers)
+        for j, second in enumerate(pair.send.transfers)
+        if i != j and first.target == second.target
+    ]
     chosen = _choose(random, spots)
     if chosen is None:
         return None
-    pair, i, factor, by = chosen
-
-    def moved(box: Box) -> Box:
-        return tuple((s + by, e + by) if f == factor else (s, e) for f, (s, e) in enumerate(box))
-
+    pair, i, j = chosen
     transfers = list(pair.send.transfers)
-    old = transfers[i]
-    transfers[i] = replace(old, source_box=moved(old.source_box), target_box=moved(old.target_box))
+    transfers[i] = transfers[j]
     return _change_pair(program, pair, sent=transfers, received=transfers)
 
 
@@ -408,7 +404,7 @@ FAMILIES: dict[str, tuple[Corruption, ...]] = {
     "ranks swapped in a group": (swap_ranks_in_group, swap_ranks_between_groups),
     "a reduction left out": (leave_out_reduction, leave_out_summand, leave_out_accumulation),
     "a reduction done twice": (repeat_reduction, repeat_summand, repeat_accumulation),
-    "a wrong slice": (permute_slice, cut_elsewhere, shift_box, shift_message, stretch_message),
+    "a wrong slice": (permute_slice, cut_elsewhere, shift_box, repeat_message, stretch_message),
     "swapped sends": (swap_transfers, swap_order_of_transfers, swap_sends),
     "an early free": (free_earlier,),
     "a wrong combination": (combine_otherwise,),

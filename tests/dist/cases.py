@@ -84,3 +84,18 @@ def reference(model_name: str, dtype: torch.dtype, optimizer: str, num_steps: in
         "gradients": gradients,
         "parameters": {n: p.detach() for n, p in model.named_parameters()},
     }
+
+
+def require_equal(results: list[dict[str, Any]], expected: dict[str, Any]) -> None:
+    """In float64: every rank's losses, gradients and parameters are those of one device, and none is missing."""
+    largest = max(float(gradient.abs().max()) for gradient in expected["gradients"].values())
+    seen = set()
+    for result in results:
+        assert all(abs(a - b) <= 1e-12 * abs(b) for a, b in zip(result["losses"], expected["losses"], strict=True))
+        for name, gradient in result["gradients"].items():
+            whole = expected["gradients"][name]
+            bound = 1e-10 * max(float(whole.abs().max()), 1e-6 * largest)
+            assert float((gradient - whole).abs().max()) <= bound, name
+            assert float((result["parameters"][name] - expected["parameters"][name]).abs().max()) <= 1e-10, name
+            seen.add(name)
+    assert seen == set(expected["gradients"])

@@ -10,14 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planloom.capture import batch_spec
-from planloom.execute import local_slice
 from planloom.layout import Axis, Layout, Mesh
-from planloom.program import Program, Receive, Send, build_program, verify_program
+from planloom.program import Program, Receive, Send
 from planloom.program.exchange import plan_transfers
 from tests.boundaries import SPLITS, Side, boundary_plan
-from tests.dist.cases import LEARNING_RATE, captured, reference
-from tests.emulation import Emulation
+from tests.dist.cases import captured
 from tests.models import build
+from tests.torch.equality import require_equal_to_one_device
 
 NUM_STEPS = 4
 TWO_TO_FOUR = [
@@ -33,31 +32,11 @@ FOUR_TO_FOUR = [
 @pytest.mark.parametrize(("first", "second"), TWO_TO_FOUR + FOUR_TO_FOUR, ids=str)
 def test_equal_to_one_device(first: Side, second: Side) -> None:
     """Losses, gradients and parameters, with the tolerances of the tests on real processes."""
-    model, batch = build("gpt", torch.float64)
-    blocks = captured("gpt", torch.float64)
-    program = build_program(blocks, boundary_plan(blocks, batch_spec(batch), first, second))
-    verify_program(blocks, program)
+    spec = batch_spec(build("gpt", torch.float64)[1])
+    plan = boundary_plan(captured("gpt", torch.float64), spec, first, second)
+    program = require_equal_to_one_device("gpt", plan)
     _require_split(program, 0, Send, first)
     _require_split(program, 1, Receive, second)
-
-    expected = reference("gpt", torch.float64, "sgd", NUM_STEPS)
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    emulation = Emulation(blocks, program, parameters, dict(model.named_buffers()), LEARNING_RATE)
-    largest = max(float(gradient.abs().max()) for gradient in expected["gradients"].values())
-    for step in range(NUM_STEPS):
-        emulation.run(batch)
-        results = emulation.results()
-        for device in program.devices:
-            assert float(results["loss", device, ""]) == pytest.approx(expected["losses"][step], rel=1e-12)
-        if step == 0:
-            for device, name, layout in _pieces(program, optimizer=True):
-                whole = expected["gradients"][name]
-                bound = 1e-10 * max(float(whole.abs().max()), 1e-6 * largest)
-                error = results["gradient", device, name] - local_slice(whole, *layout)
-                assert float(error.abs().max()) <= bound, (device, name)
-    for device, name, layout in _pieces(program, optimizer=False):
-        error = results["parameter", device, name] - local_slice(expected["parameters"][name], *layout)
-        assert float(error.abs().max()) <= 1e-10, (device, name)
 
 
 def _require_split(program: Program, stage: int, kind: type[Send | Receive], side: Side) -> None:
@@ -72,17 +51,6 @@ def _require_split(program: Program, stage: int, kind: type[Send | Receive], sid
     }[side.split]
     crossing = [i for i in program.stages[stage].bodies["forward"] if isinstance(i, kind)]
     assert [i.sizes for i in crossing] == [expected] * 2
-
-
-def _pieces(program: Program, *, optimizer: bool):  # type: ignore[no-untyped-def]
-    """(device, parameter, (factors, box)) of every piece of a parameter, as stored or as the optimizer holds it."""
-    factors = captured("gpt", torch.float64).graph.tensors
-    for stage in program.stages:
-        for device in stage.mesh.devices:
-            for stored in stage.parameters:
-                layout = stored.optimizer_layout if optimizer else stored.layout
-                box = layout.box(stored.sizes, stage.mesh.coordinates(device))
-                yield device, stored.name, (factors[stored.name].factors, box)
 
 
 # -- one exchange alone

@@ -1,7 +1,13 @@
-"""Schedule: the calls of every stage, in the order that the plan gives them, with the step's entry and exit around."""
+"""Schedule: the calls of every stage, in the order that the plan gives them, with the step's entry and exit around.
+
+`interleave` is the way in which interpreters of a whole program walk through it: each stage goes on as far as it can.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from planloom.plan import Plan
-from planloom.program.values import BodyCall
+from planloom.program.values import BodyCall, Instruction, Program
 
 ENTER, EXIT = "enter", "exit"
 
@@ -16,3 +22,35 @@ def schedule_calls(plan: Plan) -> tuple[tuple[BodyCall, ...], ...]:
         )
         for order in plan.orders
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One instruction of a stage's script: where it stands and for which micro-batch it is carried out."""
+
+    stage: int
+    body: str
+    index: int
+    instruction: Instruction
+    micro: int
+
+
+def interleave(program: Program, step: Callable[[Line], bool]) -> tuple[Line, ...]:
+    """Carry out all stages together; `step` says whether a line could be done. Returns the lines that all wait at."""
+    scripts = [
+        [
+            Line(stage=s, body=call.body, index=i, instruction=instruction, micro=call.micro)
+            for call in stage.calls
+            for i, instruction in enumerate(stage.bodies[call.body])
+        ]
+        for s, stage in enumerate(program.stages)
+    ]
+    at = [0] * len(scripts)
+    moved = True
+    while moved:
+        moved = False
+        for s, script in enumerate(scripts):
+            while at[s] < len(script) and step(script[at[s]]):
+                at[s] += 1
+                moved = True
+    return tuple(script[at[s]] for s, script in enumerate(scripts) if at[s] < len(script))

@@ -19,6 +19,7 @@ from planloom.blocks import BlockGraph
 from planloom.errors import VerificationError
 from planloom.layout import Box
 from planloom.program.completeness import Completeness
+from planloom.program.schedule import Line, interleave
 from planloom.program.symbolic_runs import RunError, SymbolicRun
 from planloom.program.symbolic_steps import StepError, apply_steps, extract, join_messages
 from planloom.program.symbols import SEED, STORED, Symbol, added
@@ -109,27 +110,15 @@ class _Interpreter:
     # -- the schedule
 
     def run(self) -> Proof:
-        scripts = [
-            [(call.body, i, instruction, call.micro) for call in stage.calls
-             for i, instruction in enumerate(stage.bodies[call.body])]
-            for stage in self.program.stages
-        ]  # fmt: skip
-        at = [0] * len(scripts)
-        while any(position < len(script) for position, script in zip(at, scripts, strict=True)):
-            moved = False
-            for s, script in enumerate(scripts):
-                while at[s] < len(script) and self._guarded(s, *script[at[s]]):
-                    at[s] += 1
-                    moved = True
-            if not moved:
-                self._raise_deadlock(at, scripts)
+        stuck = interleave(self.program, self._guarded)
+        if stuck:
+            self._raise_deadlock(stuck)
         return self._finish()
 
-    def _guarded(self, s: int, body: str, index: int, instruction: Instruction, micro: int) -> bool:
-        when = f" of micro-batch {micro}" if micro >= 0 else ""
-        self.now = f"instruction {index} ({_describe(instruction)}) in stage {s}, {body}{when}"
+    def _guarded(self, line: Line) -> bool:
+        self.now = f"instruction {line.index} ({_describe(line.instruction)}) in {_where(line)}"
         try:
-            done = self._step(s, instruction, micro)
+            done = self._step(line.stage, line.instruction, line.micro)
         except _FaultError as fault:
             raise self._refusal(fault.tensor, fault.what, self.now, fault.ranks) from None
         self.counts["instructions"] += done
@@ -143,12 +132,12 @@ class _Interpreter:
             todo="if the plan was written by Planloom, report this as a bug with the plan file",
         )
 
-    def _raise_deadlock(self, at: list[int], scripts: list[list[tuple[str, int, Instruction, int]]]) -> None:
-        stuck = [(s, *script[at[s]]) for s, script in enumerate(scripts) if at[s] < len(script)]
+    def _raise_deadlock(self, stuck: Sequence[Line]) -> None:
+        ranks = [", ".join(map(str, self.program.stages[line.stage].mesh.devices)) for line in stuck]
         shown = "; ".join(
-            f"stage {s} (ranks {', '.join(map(str, self.program.stages[s].mesh.devices))}) waits in {body}"
-            f" of micro-batch {micro} at instruction {i}: {_describe(instruction)}"
-            for s, body, i, instruction, micro in stuck
+            f"stage {line.stage} (ranks {who}) waits in {line.body} of micro-batch {line.micro} at instruction "
+            f"{line.index}: {_describe(line.instruction)}"
+            for line, who in zip(stuck, ranks, strict=True)
         )
         raise VerificationError(
             "the program deadlocks: every stage waits for a message that is never matched",
@@ -443,6 +432,10 @@ class _Interpreter:
                 if i not in slots:
                     raise _FaultError(slot.tensor, "a run gives no cotangent of this input", (device,))
                 self._write(device, wanted, micro, slots[i])
+
+
+def _where(line: Line) -> str:
+    return f"stage {line.stage}, {line.body}" + (f" of micro-batch {line.micro}" if line.micro >= 0 else "")
 
 
 def _numbered(transfers: Sequence[Transfer]) -> Iterator[tuple[_Message, Transfer]]:

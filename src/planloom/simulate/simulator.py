@@ -29,6 +29,7 @@ from planloom.program import (
     Update,
     Wait,
 )
+from planloom.program.schedule import interleave
 from planloom.simulate.timeline import Event, Stream, Timeline
 
 Place = tuple[Buffer, int]
@@ -60,16 +61,8 @@ class _Simulator:
         self._step_prices: dict[int, float] = {}
 
     def run(self) -> Timeline:
-        scripts = [[(i, c.micro) for c in s.calls for i in s.bodies[c.body]] for s in self.program.stages]
-        at = [0] * len(scripts)
-        while any(position < len(script) for position, script in zip(at, scripts, strict=True)):
-            moved = False
-            for s, script in enumerate(scripts):
-                while at[s] < len(script) and self._step(s, *script[at[s]]):
-                    at[s] += 1
-                    moved = True
-            if not moved:
-                raise PriceError("a program that deadlocks has no time", required="a program that verifies")
+        if interleave(self.program, lambda line: self._step(line.stage, line.instruction, line.micro)):
+            raise PriceError("a program that deadlocks has no time", required="a program that verifies")
         return Timeline(events=tuple(self.events), sources=tuple(sorted(self.sources)))
 
     def _step(self, s: int, instruction: Instruction, micro: int) -> bool:
