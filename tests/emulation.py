@@ -357,6 +357,8 @@ class Emulation:
                 arrays = _apply(step, arrays)
             for device, array in arrays.items():
                 key = ("sizes", device, f"{collective.target} of {work.micro}")
+                while key in self._further:  # gathered again, for the backward
+                    key = (*key[:2], f"{key[2]} again")
                 self._further[key] = torch.tensor([*array.shape, 1])
             work.results = {d: array.reshape(_shape(factors, array.shape)).clone() for d, array in arrays.items()}
         return work.results
