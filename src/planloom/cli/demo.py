@@ -11,7 +11,7 @@ from planloom.cli.models import CapturedModel, capture_model
 from planloom.cli.output import JsonOption, progress_bar, screen, show
 from planloom.cli.plans import DEFAULT_STORE, candidate_document, find_candidates, measure_candidates, rank
 from planloom.cluster import format_seconds, load_cluster
-from planloom.cost import Prices
+from planloom.cost import Prices, run_fingerprint
 from planloom.errors import PlanError
 from planloom.plan import save_plan
 from planloom.program import verify_program
@@ -47,9 +47,9 @@ def demo_command(
     _say(as_json, f"[bold]1.[/bold] Captured {_describe(captured)}")
     candidates = find_candidates(captured, cluster)
     measured = measure_candidates(source, captured.blocks, candidates, store, cluster.num_devices)
-    num_runs = sum(1 for key in measured if key.startswith("run/") and key.endswith("/forward"))
-    all_runs = sum(len(c.program.runs) for c in candidates if c.program is not None)
-    _say(as_json, f"[bold]2.[/bold] Measured {num_runs} distinct runs, of {all_runs} in {len(candidates)} plans")
+    programs = [candidate.program for candidate in candidates if candidate.program is not None]
+    runs = [run_fingerprint(captured.blocks, program, run) for program in programs for run in program.runs]
+    _say(as_json, f"[bold]2.[/bold] Measured {len(set(runs))} distinct runs, of {len(runs)} in {len(programs)} plans")
     ranked = rank(candidates, Prices(blocks=captured.blocks, cluster=cluster, measured=measured))
     here = Prices(blocks=captured.blocks, cluster=cluster, measured=measured, measured_links=True)
     local = {c.label: simulate(c.program, here) for c in ranked if c.program is not None}

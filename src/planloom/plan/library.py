@@ -114,7 +114,7 @@ def _block_axes(blocks: BlockGraph, block: Block, is_inner: bool, named: NamedPl
         whole = {"sequence": "tp"} if named.sequence else {}
         return {"out": "tp", "vocab": "tp", "in": "tp2"} if named.vocab else {**whole, "in": "tp2"}
     if {"in", "out"} <= kinds:
-        return {"in": "tp", "out": "tp2"} if _is_row(blocks, block) else {"out": "tp", "in": "tp2"}
+        return {"out": "tp", "in": "tp2"} if is_inner else {"in": "tp", "out": "tp2"}
     if "vocab" in kinds:
         reads_tokens = "batch" in kinds
         first = {"vocab": "tp"} if named.vocab else {"sequence": "tp"} if named.sequence else {}
@@ -135,10 +135,6 @@ def _inner_blocks(blocks: BlockGraph) -> list[bool]:
 
 def _is_map(block: Block) -> bool:
     return {"in", "out"} <= {dim.name.split(".")[0] for dim in block.dims}
-
-
-def _is_row(blocks: BlockGraph, block: Block) -> bool:
-    return not _inner_blocks(blocks)[block.index]
 
 
 def _is_head(blocks: BlockGraph, block: Block) -> bool:
