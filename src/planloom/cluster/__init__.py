@@ -4,15 +4,18 @@
 """
 
 from planloom.cluster.files import cluster_to_yaml, list_presets, load_cluster
-from planloom.cluster.model import DTYPES, Cluster, Device, Level, Link
+from planloom.cluster.model import COLLECTIVES, DTYPES, SHAPES, Cluster, Device, Level, Link, Shape
 from planloom.cluster.units import format_bytes, format_seconds, parse_bandwidth, parse_bytes, parse_rate, parse_seconds
 
 __all__ = [
+    "COLLECTIVES",
     "DTYPES",
+    "SHAPES",
     "Cluster",
     "Device",
     "Level",
     "Link",
+    "Shape",
     "cluster_to_yaml",
     "format_bytes",
     "format_seconds",

@@ -8,6 +8,10 @@
           bandwidth: 200 Gbit/s   # of one uplink, in each direction
           latency: 14 us
           shared: true            # may be left out: false, one uplink for each device of the node
+          shape: crossbar         # may be left out; or ring, pairs, torus (`planloom.cluster.model`)
+          efficiency:             # may be left out: the share of the bandwidth that a collective reaches
+            all_reduce: 0.92
+            all_gather: {2: 0.7, 4: 0.8}  # among so many members of the level
       - name: gpu
         count: 8
         link: {bandwidth: 300 GB/s, latency: 3.4 us}
@@ -31,9 +35,19 @@ from pathlib import Path
 import yaml
 
 from planloom.cluster import units
-from planloom.cluster.model import DTYPES, Cluster, Device, Level, Link
+from planloom.cluster.model import (
+    COLLECTIVES,
+    DTYPES,
+    MAX_EFFICIENCY,
+    SHAPES,
+    Cluster,
+    Device,
+    Level,
+    Link,
+)
 from planloom.errors import ClusterError
 
+_ANY = "any"
 _PRESETS = importlib.resources.files("planloom.cluster") / "presets"
 
 
@@ -87,12 +101,19 @@ def cluster_to_yaml(cluster: Cluster) -> str:
     return yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
 
 
-def _link_keys(link: Link) -> dict[str, str | bool]:
-    return {
+def _link_keys(link: Link) -> dict[str, object]:
+    keys: dict[str, object] = {
         "bandwidth": units.write_bandwidth(link.bandwidth_bytes_per_second),
         "latency": units.write_seconds(link.latency_seconds),
         "shared": link.shared,
+        "shape": link.shape,
     }
+    efficiency: dict[str, dict[int | str, float]] = {}
+    for (collective, members), share in link.efficiency.items():
+        efficiency.setdefault(collective, {})[members or _ANY] = share
+    if efficiency:
+        keys["efficiency"] = efficiency
+    return keys
 
 
 def _read_text(source: str | Path) -> str:
@@ -181,15 +202,40 @@ def _read_level(value: object, path: str) -> Level:
 
 
 def _read_link(value: object, path: str) -> Link:
-    keys = _read_keys(value, path, required=("bandwidth", "latency"), optional=("shared",))
-    shared = keys.get("shared", False)
+    keys = _read_keys(value, path, required=("bandwidth", "latency"), optional=("shared", "shape", "efficiency"))
+    shared, shape = keys.get("shared", False), keys.get("shape", "crossbar")
     if not isinstance(shared, bool):
         raise ClusterError(f"{path}.shared is neither true nor false", given=repr(shared), required="true or false")
+    if shape not in SHAPES:
+        raise ClusterError(f"{path}.shape is not a shape", given=repr(shape), required=f"one of {', '.join(SHAPES)}")
     return Link(
         bandwidth_bytes_per_second=units.parse_bandwidth(keys["bandwidth"], key=f"{path}.bandwidth"),
         latency_seconds=units.parse_seconds(keys["latency"], key=f"{path}.latency"),
         shared=shared,
+        shape=shape,
+        efficiency=_read_efficiency(keys.get("efficiency", {}), f"{path}.efficiency"),
     )
+
+
+def _read_efficiency(value: object, path: str) -> Mapping[tuple[str, int], float]:
+    """`all_reduce: 0.9`, or by the number of members: `all_reduce: {2: 0.8, any: 0.9}`."""
+    efficiency = {}
+    for collective, shares in _read_keys(value, path, optional=COLLECTIVES).items():
+        by_members = shares if isinstance(shares, dict) else {_ANY: shares}
+        for members, share in by_members.items():
+            where = f"{path}.{collective}" + (f".{members}" if isinstance(shares, dict) else "")
+            if members != _ANY and not (members.isdecimal() and int(members) > 1):
+                raise ClusterError(
+                    f"{where} is not for a number of members", given=repr(members), required=f"2 or more, or {_ANY}"
+                )
+            if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= MAX_EFFICIENCY:
+                raise ClusterError(
+                    f"{where} is not a share of the bandwidth",
+                    given=repr(share),
+                    required=f"a number above 0, at most {MAX_EFFICIENCY:g}",
+                )
+            efficiency[collective, 0 if members == _ANY else int(members)] = float(share)
+    return efficiency
 
 
 def _read_device(value: object, path: str) -> Device:

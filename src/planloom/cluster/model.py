@@ -7,7 +7,13 @@ radix digits of d with the outermost level as the major one:
     d = (((c_0) * count_1 + c_1) * count_2 + c_2) ...
 
 Devices whose outermost differing coordinate is at level i communicate over the link of level i: that link connects the
-`count` members of level i with each other.
+`count` members of level i with each other. How it does so is its shape:
+
+    crossbar  every member has an uplink to a switch that is never the bottleneck
+    ring      every member has a link to the next and one to the previous; messages take the shorter way
+    pairs     every pair of members has a link of its own
+    torus     every device has a link to the next and one to the previous member, to the device there whose other
+              coordinates are equal; a message that differs at inner levels too travels those first, one after another
 
 Everything here is a value that was checked when it was made: what can be constructed can be written to a file and read
 back (`planloom.cluster.files`).
@@ -16,6 +22,7 @@ back (`planloom.cluster.files`).
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 from planloom.errors import ClusterError
 
@@ -23,21 +30,62 @@ DTYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_
 """The dtypes, by torch's names, for which a device may give a peak rate."""
 
 
+Shape = Literal["crossbar", "ring", "pairs", "torus"]
+SHAPES: tuple[Shape, ...] = get_args(Shape)
+
+COLLECTIVES = (
+    "all_reduce",
+    "reduce_scatter",
+    "all_gather",
+    "all_to_all",
+    "reduce",
+    "broadcast",
+    "scatter",
+    "gather",
+    "exchange",
+)
+"""The collectives, and the exchange of single messages, for which a link may give an efficiency."""
+
+MAX_EFFICIENCY = 4.0
+"""A switch that reduces on the way passes one: NVLS all-reduce reaches 1.29 of all-gather's bus bandwidth."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
     """How the members of one level reach each other.
 
-    `bandwidth_bytes_per_second` is what one uplink carries in each direction. With `shared`, a member of the level has
-    one uplink for all the devices in it (a node with one NIC); otherwise every device in it has an uplink of its own.
+    `bandwidth_bytes_per_second` is what one uplink (or one link of a ring, pair or torus) carries in each direction.
+    With `shared`, a member of the level has one uplink for all the devices in it (a node with one NIC); otherwise every
+    device in it has an uplink of its own. `efficiency`: the share of the bandwidth that a collective reaches, by
+    (collective, members of the level in a group); members 0 stands for any number, and what is not named reaches all.
     """
 
     bandwidth_bytes_per_second: float
     latency_seconds: float
     shared: bool = False
+    shape: Shape = "crossbar"
+    efficiency: Mapping[tuple[str, int], float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         _require_positive("bandwidth_bytes_per_second", self.bandwidth_bytes_per_second)
         _require_positive("latency_seconds", self.latency_seconds)
+        if self.shape not in SHAPES:
+            raise ClusterError("a link has an unknown shape", given=repr(self.shape), required=", ".join(SHAPES))
+        object.__setattr__(self, "efficiency", dict(self.efficiency))
+        for (collective, members), share in self.efficiency.items():
+            if collective not in COLLECTIVES or members < 0 or not 0 < share <= MAX_EFFICIENCY:
+                raise ClusterError(
+                    "a link has an efficiency that cannot be",
+                    given=f"{collective} among {members}: {share}",
+                    required=f"a share above 0, at most {MAX_EFFICIENCY:g}, of one of {', '.join(COLLECTIVES)}",
+                )
+
+    def efficiency_of(self, collective: str, members: int) -> float:
+        """The share of the bandwidth that a collective reaches among so many members of the level."""
+        for key in ((collective, members), (collective, 0)):
+            if key in self.efficiency:
+                return self.efficiency[key]
+        return 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +147,8 @@ class Cluster:
                 given=", ".join(map(repr, names)) or "none",
                 required="one level or more, each with a name of its own",
             )
+        for index, level in enumerate(self.levels):
+            _require_shape(level, num_inner=math.prod(inner.count for inner in self.levels[index + 1 :]))
 
     @property
     def level_counts(self) -> tuple[int, ...]:
@@ -136,6 +186,25 @@ class Cluster:
             if len(set(digits)) > 1:
                 return level
         return len(self.levels) - 1
+
+
+def _require_shape(level: Level, *, num_inner: int) -> None:
+    """A shape that contradicts what is in a member: a ring or pairs of members are wired to each member once."""
+    link = level.link
+    if link.shape == "torus" and link.shared:
+        raise ClusterError(
+            f"the link of level {level.name!r} is a torus and shared",
+            given="shape torus, shared",
+            required="a torus has links of its own for every device",
+            todo="leave out shared, or choose the shape ring",
+        )
+    if link.shape in ("ring", "pairs") and not link.shared and num_inner > 1:
+        raise ClusterError(
+            f"the link of level {level.name!r} is wired to members, but is not shared by their {num_inner} devices",
+            given=f"shape {link.shape}, not shared",
+            required=f"shared, for the shape {link.shape} of members with several devices",
+            todo="say shared: true, or choose the shape torus or crossbar",
+        )
 
 
 def _require_name(noun: str, name: str) -> None:
