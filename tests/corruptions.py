@@ -7,10 +7,11 @@ corruption: it writes collectives in longer ways that mean the same, so that eve
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import prod
 from random import Random
 from typing import NamedTuple, TypeVar
 
-from planloom.collective import Step, local_sizes_after
+from planloom.collective import Step, StepKind, local_sizes_after
 from planloom.layout import Box
 from planloom.program import (
     Accumulate,
@@ -85,7 +86,7 @@ class _StepAt(NamedTuple):
     number: int
     step: Step
     sizes: tuple[int, ...]
-    """The factor sizes of a device's array before the step."""
+    """The dims of a device's array before the step."""
 
 
 def _steps(program: Program, *kinds: str) -> list[_StepAt]:
@@ -156,7 +157,7 @@ def repeat_reduction(program: Program, random: Random) -> Program | None:
     at = _choose(random, _steps(program, "all_reduce", "reduce_scatter"))
     if at is None:
         return None
-    return _change_step(program, at, replace(at.step, kind="all_reduce", into=-1), at.step)
+    return _change_step(program, at, replace(at.step, kind="all_reduce", into=()), at.step)
 
 
 def repeat_summand(program: Program, random: Random) -> Program | None:
@@ -201,11 +202,18 @@ def cut_elsewhere(program: Program, random: Random) -> Program | None:
     if at is None:
         return None
     field = "along" if at.step.kind == "all_gather" else "into"
-    factors = [f for f, size in enumerate(at.sizes) if f not in (at.step.into, at.step.along)]
+    i = random.randrange(len(at.step.shape))
+    dims = [d for d in range(len(at.sizes)) if d not in (*at.step.into, *at.step.along)]
     if field == "into":
-        factors = [f for f in factors if at.sizes[f] % at.step.group_size == 0]
-    factor = _choose(random, factors)
-    return None if factor is None else _change_step(program, at, replace(at.step, **{field: factor}))
+        dims = [d for d in dims if at.sizes[d] % at.step.shape[i] == 0]
+    else:  # with nothing between the two dims, pieces come to lie in the same order
+        here = at.step.along[i]
+        dims = [d for d in dims if prod(at.sizes[min(d, here) : max(d, here)]) > 1]
+    dim = _choose(random, dims)
+    if dim is None:
+        return None
+    before = getattr(at.step, field)
+    return _change_step(program, at, replace(at.step, **{field: (*before[:i], dim, *before[i + 1 :])}))
 
 
 # -- transfers of exchanges
@@ -428,23 +436,33 @@ def respell(program: Program, random: Random) -> Program:
 
 
 def _respelled(step: Step, sizes: tuple[int, ...], random: Random) -> list[Step]:
-    after, groups, n = local_sizes_after(step, sizes), step.groups, step.group_size
+    after, n = local_sizes_after(step, sizes), step.group_size
     if step.kind not in ("all_reduce", "all_gather"):
         return [step]
+
+    def other(kind: StepKind, along: int = -1, into: int = -1) -> Step:
+        dims = {"along": (along,) if along >= 0 else (), "into": (into,) if into >= 0 else ()}
+        return Step(kind=kind, groups=step.groups, shape=(n,), combine=step.combine, **dims)
+
     spellings = [[step]]
+    if step.kind == "all_reduce":
+        spellings.append([other("reduce"), other("broadcast")])
+    else:
+        spellings.append([replace(step, kind="gather"), other("broadcast")])
     if step.combine == "sum":  # a mask makes a partial sum, and a maximum has none
-        spellings.append([step, Step(kind="mask", groups=groups), Step(kind="all_reduce", groups=groups)])
-    divided = [factor for factor, size in enumerate(after) if size % n == 0]
-    for factor in divided:
-        if factor == step.along:
+        spellings.append([step, other("mask"), other("all_reduce")])
+    divided = [dim for dim, size in enumerate(after) if size % n == 0]
+    for dim in divided:
+        if dim in step.along:
             continue  # a slice that undoes a gather at once would hide whatever was gathered
-        gather = Step(kind="all_gather", groups=groups, along=factor)
         if step.kind == "all_reduce" and step.combine == "sum":
-            spellings.append([Step(kind="reduce_scatter", groups=groups, into=factor), gather])
-        cut = Step(kind="slice", groups=groups, into=factor)
-        spellings.append([step, cut, gather])
-        for other in divided:
-            if other != factor:
-                turn = Step(kind="all_to_all", groups=groups, along=factor, into=other)
-                spellings.append([step, cut, turn, Step(kind="all_gather", groups=groups, along=other)])
+            spellings.append([other("reduce_scatter", into=dim), other("all_gather", along=dim)])
+            spellings.append([other("reduce"), other("scatter", into=dim), other("all_gather", along=dim)])
+        cut = other("slice", into=dim)
+        spellings.append([step, cut, other("all_gather", along=dim)])
+        spellings.append([step, cut, other("gather", along=dim), other("broadcast")])
+        for turned in divided:
+            if turned != dim:
+                turn = other("all_to_all", along=dim, into=turned)
+                spellings.append([step, cut, turn, other("all_gather", along=turned)])
     return random.choice(spellings)

@@ -355,6 +355,11 @@ class Emulation:
             arrays = {d: _checked(lambda d=d: cells[d].read().reshape(collective.sizes)) for d in cells}
             for step in collective.steps:
                 arrays = _apply(step, arrays)
+            if arrays.keys() != cells.keys():
+                raise BrokenError("a device holds nothing at the end")
+            arrays = {
+                d: _checked(lambda a=a: a.reshape(_shape(collective.factors, a.shape))) for d, a in arrays.items()
+            }
             for device, array in arrays.items():
                 key = ("sizes", device, f"{collective.target} of {work.micro}")
                 while key in self._further:  # gathered again, for the backward
@@ -426,31 +431,70 @@ def _shape(factors: tuple[tuple[int, ...], ...], sizes: Sequence[int]) -> list[i
 
 
 def _apply(step: Step, arrays: dict[int, Tensor]) -> dict[int, Tensor]:
-    if sorted(device for group in step.groups for device in group) != sorted(arrays):
+    """What every device holds after a step; a device that holds nothing has no array."""
+    taking_part = [device for group in step.groups for device in group]
+    receiving = {device for group in step.groups for device in group[1:]} if step.kind in _FROM_FIRST else set()
+    if len(set(taking_part)) != len(taking_part) or not arrays.keys() <= set(taking_part):
         raise BrokenError("the groups of a step do not hold every device once")
-    result = {}
+    if any(device not in arrays and device not in receiving for device in taking_part):
+        raise BrokenError("a device takes part that holds nothing, or that there is not")
+    result: dict[int, Tensor] = {}
     for group in step.groups:
-        parts = [arrays[device] for device in group]
-        if len({part.shape for part in parts}) > 1:
+        if len(group) != prod(step.shape):
+            raise BrokenError("a group is not of the size of its shape")
+        if step.kind in _FROM_FIRST:
+            given = [arrays[group[0]]] * len(group)
+        else:
+            given = [arrays[device] for device in group]
+        if len({part.shape for part in given}) > 1:
             raise BrokenError("the members of a group hold arrays of different sizes")
-        if step.kind in ("all_reduce", "reduce_scatter"):
-            stacked = torch.stack(parts)
-            whole = stacked.sum(0) if step.combine == "sum" else stacked.amax(0)
-        elif step.kind in ("all_gather", "all_to_all"):
-            whole = torch.cat(parts, step.along)
-        for position, device in enumerate(group):
-            if step.kind in ("all_reduce", "all_gather"):
-                result[device] = whole
-            elif step.kind in ("reduce_scatter", "all_to_all"):
-                result[device] = _piece(whole, len(group), step.into, position)
-            elif step.kind == "slice":
-                result[device] = _piece(arrays[device], len(group), step.into, position)
-            else:
-                result[device] = arrays[device] if position == 0 else torch.zeros_like(arrays[device])
+        for device, array in zip(group, _of_group(step, given), strict=False):
+            result[device] = array
     return result
 
 
-def _piece(array: Tensor, count: int, dim: int, position: int) -> Tensor:
-    if array.shape[dim] % count:
-        raise BrokenError(f"{array.shape[dim]} elements cannot be cut into {count} equal pieces")
-    return array.chunk(count, dim)[position]
+_FROM_FIRST = ("broadcast", "scatter")
+
+
+def _of_group(step: Step, given: list[Tensor]) -> list[Tensor]:
+    """The arrays of a group's members after a step; of the first only, after a reduce or a gather."""
+    n = len(given)
+    match step.kind:
+        case "all_reduce" | "reduce_scatter" | "reduce":
+            stacked = torch.stack(given)
+            whole = stacked.sum(0) if step.combine == "sum" else stacked.amax(0)
+        case "all_gather" | "all_to_all" | "gather":
+            whole = _put_together(given, step.along, step.shape)
+        case _:
+            whole = given[0]
+    match step.kind:
+        case "all_reduce" | "all_gather" | "broadcast":
+            return [whole] * n
+        case "reduce" | "gather":
+            return [whole]
+        case "reduce_scatter" | "all_to_all" | "scatter":
+            return [_piece(whole, step, position) for position in range(n)]
+        case "slice":
+            return [_piece(given[position], step, position) for position in range(n)]
+        case "mask":
+            return [given[0], *(torch.zeros_like(array) for array in given[1:])]
+    raise AssertionError(step.kind)
+
+
+def _put_together(parts: list[Tensor], dims: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+    """Parts listed row-major over `shape`, put together along one dim each: the last one first."""
+    if not dims:
+        (whole,) = parts
+        return whole
+    count = shape[-1]
+    rows = [torch.cat(parts[i : i + count], dims[-1]) for i in range(0, len(parts), count)]
+    return _put_together(rows, dims[:-1], shape[:-1])
+
+
+def _piece(array: Tensor, step: Step, position: int) -> Tensor:
+    for dim, count in reversed(list(zip(step.into, step.shape, strict=True))):
+        position, index = divmod(position, count)
+        if array.shape[dim] % count:
+            raise BrokenError(f"{array.shape[dim]} elements cannot be cut into {count} equal pieces")
+        array = array.chunk(count, dim)[index]
+    return array

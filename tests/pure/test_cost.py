@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from planloom.cluster import Cluster, Device, Level, Link
+from planloom.cluster import Cluster, Device, Level, Link, exchange_seconds
 from planloom.collective import Step
-from planloom.cost import Prices, PriceStore, collective_key, routed_seconds, run_fingerprint, run_key
+from planloom.cost import Prices, PriceStore, collective_key, run_fingerprint, run_key
 from planloom.errors import PriceError
 from planloom.plan import named_plan, parse_named
 from planloom.program import Program, build_program
@@ -38,24 +38,24 @@ def program(spec: str) -> Program:
 
 
 def test_messages_inside_a_node_do_not_load_the_uplink() -> None:
-    inside = routed_seconds(cluster(shared=True), [(0, 1, 1000), (2, 3, 1000)], 1)
+    inside = exchange_seconds(cluster(shared=True), [(0, 1, 1000), (2, 3, 1000)])
     assert inside == pytest.approx(1.0, rel=1e-4)
 
 
 def test_a_shared_uplink_carries_the_sum_and_own_uplinks_do_not() -> None:
     messages = [(0, 2, 100.0), (1, 3, 100.0)]
-    assert routed_seconds(cluster(shared=True), messages, 1) == pytest.approx(2.0, rel=1e-4)
-    assert routed_seconds(cluster(shared=False), messages, 1) == pytest.approx(1.0, rel=1e-4)
+    assert exchange_seconds(cluster(shared=True), messages) == pytest.approx(2.0, rel=1e-4)
+    assert exchange_seconds(cluster(shared=False), messages) == pytest.approx(1.0, rel=1e-4)
 
 
 def test_both_directions_of_a_link_are_used_at_once() -> None:
-    assert routed_seconds(cluster(shared=True), [(0, 2, 100.0), (2, 0, 100.0)], 1) == pytest.approx(1.0, rel=1e-4)
+    assert exchange_seconds(cluster(shared=True), [(0, 2, 100.0), (2, 0, 100.0)]) == pytest.approx(1.0, rel=1e-4)
 
 
 def test_a_strided_all_reduce_costs_more_than_a_contiguous_one() -> None:
     prices = Prices(blocks=tiny_blocks(), cluster=cluster(shared=True))
-    inside = prices.step(Step(kind="all_reduce", groups=((0, 1), (2, 3))), 1000).seconds
-    across = prices.step(Step(kind="all_reduce", groups=((0, 2), (1, 3))), 1000).seconds
+    inside = prices.step(Step(kind="all_reduce", groups=((0, 1), (2, 3)), shape=(2,)), 1000).seconds
+    across = prices.step(Step(kind="all_reduce", groups=((0, 2), (1, 3)), shape=(2,)), 1000).seconds
     assert across == pytest.approx(20 * inside, rel=1e-3)
 
 
@@ -81,7 +81,7 @@ def test_equal_local_work_has_one_fingerprint_and_other_shapes_another() -> None
 def test_measured_collectives_are_interpolated_and_extended() -> None:
     known = {collective_key("all_reduce", 2, n): s for n, s in ((1000, 1.0), (3000, 3.0), (5000, 9.0))}
     prices = Prices(blocks=tiny_blocks(), cluster=cluster(shared=True), measured=known, measured_links=True)
-    step = Step(kind="all_reduce", groups=((0, 1), (2, 3)))
+    step = Step(kind="all_reduce", groups=((0, 1), (2, 3)), shape=(2,))
     assert prices.step(step, 2000).seconds == pytest.approx(2.0)
     assert prices.step(step, 4000).seconds == pytest.approx(6.0)
     assert prices.step(step, 6000).seconds == pytest.approx(12.0)

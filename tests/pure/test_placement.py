@@ -1,6 +1,6 @@
 """Placements: every parallelism matrix once, and the mesh that each one means."""
 
-from itertools import product
+from itertools import permutations, product
 from math import prod
 from time import process_time
 
@@ -85,6 +85,69 @@ def test_a_mesh_has_every_device_once_and_groups_along_the_levels(machine: tuple
                 crossed = [level for level, column in enumerate(columns) if len(set(column)) > 1]
                 assert crossed == [digit.index]
                 assert list(columns[digit.index]) == sorted(set(columns[digit.index]))
+
+
+@given(machines(), st.data())
+def test_folding_keeps_one_of_the_placements_that_differ_by_an_exchange(
+    machine: tuple[tuple[int, ...], list[int]], data: st.DataObject
+) -> None:
+    """Against brute force: exchange the rows of equal axes of a set in every way, and take one of each orbit."""
+    levels, sizes = machine
+    axes = named(sizes)
+    order = data.draw(st.permutations(list(axes)))
+    cut = data.draw(st.integers(0, len(order)))
+    groups = [group for group in (order[:cut], order[cut:]) if group]
+    group_of = {name: index for index, group in enumerate(groups) for name in group}
+
+    def orbit(placement: Placement) -> frozenset[tuple[tuple[int, ...], ...]]:
+        classes = [(group_of[name], axes[name]) for name in axes]
+        return frozenset(
+            matrix
+            for arrangement in permutations(range(len(axes)))
+            if all(classes[place] == classes[source] for place, source in enumerate(arrangement))
+            for matrix in [tuple(placement.matrix[source] for source in arrangement)]
+        )
+
+    folded = enumerate_placements(levels, axes, interchangeable=groups)
+    every = enumerate_placements(levels, axes)
+    orbits = [orbit(placement) for placement in folded]
+    assert len(set(orbits)) == len(orbits)
+    assert set(orbits) == {orbit(placement) for placement in every}
+    assert set(folded) <= set(every)
+
+
+def test_folding_by_example() -> None:
+    axes = {"a": 4, "b": 4, "c": 4}
+    every = enumerate_placements((4, 4, 4), axes)
+    folded = enumerate_placements((4, 4, 4), axes, interchangeable=[("a", "b")])
+    assert [p.matrix for p in enumerate_placements((2, 2), {"a": 2, "b": 2}, interchangeable=[("a", "b")])] == [
+        ((2, 1), (1, 2))  # a, the first, lies outermost
+    ]
+    alike = [placement for placement in every if placement.matrix[0] == placement.matrix[1]]
+    assert 2 * len(folded) == len(every) + len(alike)
+    assert enumerate_placements((4, 4, 4), axes, interchangeable=[("b", "a")]) == folded
+    assert enumerate_placements((4, 4, 4), axes, interchangeable=[("a",), ()]) == every
+    sizes = {"a": 4, "b": 16}  # of different sizes: nothing to exchange
+    assert enumerate_placements((4, 16), sizes, interchangeable=[("a", "b")]) == enumerate_placements((4, 16), sizes)
+
+
+@pytest.mark.parametrize(
+    ("interchangeable", "message"),
+    [
+        ([("dp", "pp")], r"(?s)axis 'pp' does not exist.*interchangeable dp, pp.*axes dp, tp, each once"),
+        ([("dp", "tp"), ("dp",)], r"(?s)axis 'dp' is interchangeable twice.*required:"),
+        ([("dp", "dp")], r"(?s)axis 'dp' is interchangeable twice"),
+    ],
+)
+def test_sets_of_interchangeable_axes_that_cannot_be(interchangeable: list[tuple[str, ...]], message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        enumerate_placements((4, 4), {"dp": 4, "tp": 4}, interchangeable=interchangeable)
+
+
+@pytest.mark.parametrize(("levels", "axes"), [((0, 4), {"dp": 0}), ((2, 2), {"dp": -2, "tp": -2})])
+def test_levels_and_axes_have_members(levels: tuple[int, ...], axes: dict[str, int]) -> None:
+    with pytest.raises(LayoutError, match=r"(?s)has no members.*a whole number from 1"):
+        enumerate_placements(levels, axes)
 
 
 def test_meshes_by_example() -> None:

@@ -283,7 +283,7 @@ def test_a_parameter_is_gathered_on_one_device_only(body: str) -> None:
     case = prepare("gpt", "dp=4,zero3,micro=2", respelled=False)
     name = "layers.0.up.weight"
     spot, gather = next((s, c) for s, c in find(case.program, Collective) if c.tensor == name and s.body == body)
-    mask = Step(kind="mask", groups=gather.steps[-1].groups)
+    mask = Step(kind="mask", groups=gather.steps[-1].groups, shape=gather.steps[-1].shape)
     program = change(case.program, spot, replace(gather, steps=(*gather.steps, mask)))
     assert is_changed(case, program)
     assert name in refusal_of(case, program)

@@ -1,6 +1,7 @@
 """`planloom plan`, `verify`, `simulate`: find a plan, prove it, time it."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,13 +10,13 @@ import typer
 from planloom.blocks import BlockGraph
 from planloom.cli.models import CapturedModel, ModelArgument, capture_model
 from planloom.cli.output import JsonOption, messages, progress_bar, screen, show
-from planloom.cluster import Cluster, format_seconds, load_cluster
+from planloom.cluster import Cluster, cluster_to_yaml, format_seconds, load_cluster
 from planloom.cost import Prices
 from planloom.errors import PlanError
 from planloom.plan import Plan, load_plan, named_plan, parse_named, save_plan
 from planloom.program import build_program, verify_program
 from planloom.report import candidates_table, plan_tables, timeline_svg
-from planloom.search import Candidate, candidate_plans, price_plans, step_price
+from planloom.search import Candidate, candidate_plans, price_plans
 from planloom.simulate import Timeline, simulate
 
 ClusterOption = Annotated[str, typer.Option("--cluster", help="A preset (see `planloom cluster`) or a YAML file.")]
@@ -65,10 +66,9 @@ def plan_command(
 
 def find_candidates(captured: CapturedModel, cluster: Cluster, named: str | None = None) -> tuple[Candidate, ...]:
     """All candidates, or the one that is named."""
-    prices = Prices(blocks=captured.blocks, cluster=cluster)
     with progress_bar("building programs"):
         if named is None:
-            return candidate_plans(captured.blocks, cluster, captured.spec, prices=prices)
+            return candidate_plans(captured.blocks, cluster, captured.spec)
         wanted = parse_named(named)
         if wanted.num_devices != cluster.num_devices:
             raise PlanError(
@@ -78,7 +78,8 @@ def find_candidates(captured: CapturedModel, cluster: Cluster, named: str | None
                 todo="change the degrees or --nodes",
             )
         plan = named_plan(captured.blocks, wanted, batch=captured.spec)
-        program = build_program(captured.blocks, plan, price=step_price(prices))
+        plan = replace(plan, cluster=cluster_to_yaml(cluster))
+        program = build_program(captured.blocks, plan)
         return (Candidate(name=plan.name, placement="devices in order", plan=plan, program=program),)
 
 
@@ -170,5 +171,4 @@ def simulate_plan(plan: Plan, captured: CapturedModel, cluster: Cluster) -> Time
             todo="add --nodes, or plan for this cluster",
         )
     prices = Prices(blocks=captured.blocks, cluster=cluster)
-    program = build_program(captured.blocks, plan, price=step_price(prices))
-    return simulate(program, prices)
+    return simulate(build_program(captured.blocks, plan), prices)

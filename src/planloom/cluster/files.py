@@ -1,6 +1,7 @@
 """Cluster files: YAML to `Cluster` and back, and the presets that come with the package.
 
     name: my-cluster
+    library: nccl                 # may be left out; or gloo: whose collectives run here
     levels:                       # outermost first
       - name: node
         count: 4
@@ -9,9 +10,13 @@
           latency: 14 us
           shared: true            # may be left out: false, one uplink for each device of the node
           shape: crossbar         # may be left out; or ring, pairs, torus (`planloom.cluster.model`)
-          efficiency:             # may be left out: the share of the bandwidth that a collective reaches
+          # What is known of single collectives; each may be left out (`planloom calibrate` fits them):
+          efficiency:             # the share of the bandwidth that one reaches
             all_reduce: 0.92
             all_gather: {2: 0.7, 4: 0.8}  # among so many members of the level
+          hop: {all_to_all: 9 us} # the latency of a hop where it differs
+          start: {all_reduce: 8.4 us}  # before the first hop
+          flow: {all_to_all: 0.02}  # by which share each flow on an uplink beside the first prolongs it
       - name: gpu
         count: 8
         link: {bandwidth: 300 GB/s, latency: 3.4 us}
@@ -38,6 +43,7 @@ from planloom.cluster import units
 from planloom.cluster.model import (
     COLLECTIVES,
     DTYPES,
+    LIBRARIES,
     MAX_EFFICIENCY,
     SHAPES,
     Cluster,
@@ -63,13 +69,7 @@ def load_cluster(source: str | Path, *, num_outer: int | None = None) -> Cluster
 
     A string that is the name of a preset is that preset; every other string and every `Path` is a file.
     """
-    text = _read_text(source)
-    try:
-        cluster = _read_cluster(_parse_yaml(text))
-    except ClusterError as error:
-        raise ClusterError(
-            f"cluster {source}: {error.what}", given=error.given, required=error.required, todo=error.todo
-        ) from None
+    cluster = cluster_from_yaml(_read_text(source), name=str(source))
     if num_outer is None:
         return cluster
     if num_outer < 1:
@@ -82,11 +82,22 @@ def load_cluster(source: str | Path, *, num_outer: int | None = None) -> Cluster
     return dataclasses.replace(cluster, levels=(outermost, *cluster.levels[1:]))
 
 
+def cluster_from_yaml(text: str, *, name: str) -> Cluster:
+    """The cluster of a file's text; `name` is what errors call it."""
+    try:
+        return _read_cluster(_parse_yaml(text))
+    except ClusterError as error:
+        raise ClusterError(
+            f"cluster {name}: {error.what}", given=error.given, required=error.required, todo=error.todo
+        ) from None
+
+
 def cluster_to_yaml(cluster: Cluster) -> str:
     """The text of a file from which `load_cluster` reads an equal cluster."""
     device = cluster.device
     document = {
         "name": cluster.name,
+        "library": cluster.library,
         "levels": [
             {"name": level.name, "count": level.count, "link": _link_keys(level.link)} for level in cluster.levels
         ],
@@ -108,6 +119,11 @@ def _link_keys(link: Link) -> dict[str, object]:
         "shared": link.shared,
         "shape": link.shape,
     }
+    for key, figures in (("hop", link.hop_seconds), ("start", link.start_seconds)):
+        if figures:
+            keys[key] = {collective: units.write_seconds(seconds) for collective, seconds in figures.items()}
+    if link.flow:
+        keys["flow"] = dict(link.flow)
     efficiency: dict[str, dict[int | str, float]] = {}
     for (collective, members), share in link.efficiency.items():
         efficiency.setdefault(collective, {})[members or _ANY] = share
@@ -173,7 +189,10 @@ def _plain(loader: yaml.SafeLoader, node: yaml.Node, path: str) -> object:
 
 
 def _read_cluster(value: object) -> Cluster:
-    keys = _read_keys(value, "", required=("name", "levels", "device"))
+    keys = _read_keys(value, "", required=("name", "levels", "device"), optional=("library",))
+    library = keys.get("library", "nccl")
+    if library not in LIBRARIES:
+        raise ClusterError("library is unknown", given=repr(library), required=f"one of {', '.join(LIBRARIES)}")
     items = keys["levels"]
     if not isinstance(items, list) or not items:
         raise ClusterError("levels has the wrong form", given=repr(items), required="a list of one level or more")
@@ -186,7 +205,8 @@ def _read_cluster(value: object) -> Cluster:
                 given=repr(name),
                 required="each level with a name of its own",
             )
-    return Cluster(name=_read_name(keys["name"], "name"), levels=levels, device=_read_device(keys["device"], "device"))
+    name, device = _read_name(keys["name"], "name"), _read_device(keys["device"], "device")
+    return Cluster(name=name, levels=levels, device=device, library=library)
 
 
 def _read_level(value: object, path: str) -> Level:
@@ -202,7 +222,8 @@ def _read_level(value: object, path: str) -> Level:
 
 
 def _read_link(value: object, path: str) -> Link:
-    keys = _read_keys(value, path, required=("bandwidth", "latency"), optional=("shared", "shape", "efficiency"))
+    optional = ("shared", "shape", "hop", "start", "flow", "efficiency")
+    keys = _read_keys(value, path, required=("bandwidth", "latency"), optional=optional)
     shared, shape = keys.get("shared", False), keys.get("shape", "crossbar")
     if not isinstance(shared, bool):
         raise ClusterError(f"{path}.shared is neither true nor false", given=repr(shared), required="true or false")
@@ -213,8 +234,26 @@ def _read_link(value: object, path: str) -> Link:
         latency_seconds=units.parse_seconds(keys["latency"], key=f"{path}.latency"),
         shared=shared,
         shape=shape,
+        hop_seconds=_read_times(keys.get("hop", {}), f"{path}.hop"),
+        start_seconds=_read_times(keys.get("start", {}), f"{path}.start"),
+        flow={
+            collective: _read_share(share, f"{path}.flow.{collective}", limit=1.0)
+            for collective, share in _read_keys(keys.get("flow", {}), f"{path}.flow", optional=COLLECTIVES).items()
+        },
         efficiency=_read_efficiency(keys.get("efficiency", {}), f"{path}.efficiency"),
     )
+
+
+def _read_times(value: object, path: str) -> Mapping[str, float]:
+    """`all_reduce: 8.4 us`, by collective."""
+    times = _read_keys(value, path, optional=COLLECTIVES)
+    return {collective: units.parse_seconds(time, key=f"{path}.{collective}") for collective, time in times.items()}
+
+
+def _read_share(value: object, path: str, *, limit: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= limit:
+        raise ClusterError(f"{path} is not a share", given=repr(value), required=f"a number above 0, at most {limit:g}")
+    return float(value)
 
 
 def _read_efficiency(value: object, path: str) -> Mapping[tuple[str, int], float]:
@@ -228,13 +267,8 @@ def _read_efficiency(value: object, path: str) -> Mapping[tuple[str, int], float
                 raise ClusterError(
                     f"{where} is not for a number of members", given=repr(members), required=f"2 or more, or {_ANY}"
                 )
-            if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= MAX_EFFICIENCY:
-                raise ClusterError(
-                    f"{where} is not a share of the bandwidth",
-                    given=repr(share),
-                    required=f"a number above 0, at most {MAX_EFFICIENCY:g}",
-                )
-            efficiency[collective, 0 if members == _ANY else int(members)] = float(share)
+            key = (collective, 0 if members == _ANY else int(members))
+            efficiency[key] = _read_share(share, where, limit=MAX_EFFICIENCY)
     return efficiency
 
 

@@ -56,14 +56,21 @@ class Link:
 
     `bandwidth_bytes_per_second` is what one uplink (or one link of a ring, pair or torus) carries in each direction.
     With `shared`, a member of the level has one uplink for all the devices in it (a node with one NIC); otherwise every
-    device in it has an uplink of its own. `efficiency`: the share of the bandwidth that a collective reaches, by
-    (collective, members of the level in a group); members 0 stands for any number, and what is not named reaches all.
+    device in it has an uplink of its own. `latency_seconds` is that of one hop.
+
+    What is known of single collectives, by their names (`COLLECTIVES`), from data sheets or from `planloom calibrate`:
+    `hop_seconds`, the latency of a hop where it differs; `start_seconds`, what one costs before its first hop; `flow`,
+    by what share each flow on an uplink beside the first prolongs it; `efficiency`, the share of the bandwidth that it
+    reaches, by (collective, members of the level in a group); members 0 stands for any number.
     """
 
     bandwidth_bytes_per_second: float
     latency_seconds: float
     shared: bool = False
     shape: Shape = "crossbar"
+    hop_seconds: Mapping[str, float] = field(default_factory=dict, hash=False)
+    start_seconds: Mapping[str, float] = field(default_factory=dict, hash=False)
+    flow: Mapping[str, float] = field(default_factory=dict, hash=False)
     efficiency: Mapping[tuple[str, int], float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -71,6 +78,17 @@ class Link:
         _require_positive("latency_seconds", self.latency_seconds)
         if self.shape not in SHAPES:
             raise ClusterError("a link has an unknown shape", given=repr(self.shape), required=", ".join(SHAPES))
+        for key in ("hop_seconds", "start_seconds", "flow"):
+            figures = dict(getattr(self, key))
+            object.__setattr__(self, key, figures)  # ours: no one else can change it
+            for collective, figure in figures.items():
+                _require_positive(f"{key}[{collective!r}]", figure)
+                if collective not in COLLECTIVES:
+                    raise ClusterError(
+                        f"{key} is given for an unknown collective",
+                        given=repr(collective),
+                        required=", ".join(COLLECTIVES),
+                    )
         object.__setattr__(self, "efficiency", dict(self.efficiency))
         for (collective, members), share in self.efficiency.items():
             if collective not in COLLECTIVES or members < 0 or not 0 < share <= MAX_EFFICIENCY:
@@ -79,6 +97,10 @@ class Link:
                     given=f"{collective} among {members}: {share}",
                     required=f"a share above 0, at most {MAX_EFFICIENCY:g}, of one of {', '.join(COLLECTIVES)}",
                 )
+
+    def hop_of(self, collective: str) -> float:
+        """The latency of one hop in a collective."""
+        return self.hop_seconds.get(collective, self.latency_seconds)
 
     def efficiency_of(self, collective: str, members: int) -> float:
         """The share of the bandwidth that a collective reaches among so many members of the level."""
@@ -130,13 +152,18 @@ class Device:
         _require_positive("launch_seconds", self.launch_seconds)
 
 
+Library = Literal["nccl", "gloo"]
+LIBRARIES: tuple[Library, ...] = get_args(Library)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Levels, outermost first, and the device that all leaves are."""
+    """Levels, outermost first, the device that all leaves are, and the library whose collectives run on them."""
 
     name: str
     levels: tuple[Level, ...]
     device: Device
+    library: Library = "nccl"
 
     def __post_init__(self) -> None:
         _require_name("cluster", self.name)
@@ -146,6 +173,10 @@ class Cluster:
                 f"levels of cluster {self.name!r} are empty or have equal names",
                 given=", ".join(map(repr, names)) or "none",
                 required="one level or more, each with a name of its own",
+            )
+        if self.library not in LIBRARIES:
+            raise ClusterError(
+                f"library of cluster {self.name!r} is unknown", given=repr(self.library), required=", ".join(LIBRARIES)
             )
         for index, level in enumerate(self.levels):
             _require_shape(level, num_inner=math.prod(inner.count for inner in self.levels[index + 1 :]))

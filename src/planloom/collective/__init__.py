@@ -1,6 +1,27 @@
-"""Changes of layout as programs of collectives, found by shortest path."""
+"""Changes of layout as programs of collectives: synthesized, priced on a cluster, bounded from below, and checked.
 
-from planloom.collective.paths import change_layout, volume_price
-from planloom.collective.steps import Step, StepKind, local_sizes_after
+`steps` has the values; `refine` and `synthesis` find programs, `geometry` and `pricing` say what steps cost.
+"""
 
-__all__ = ["Step", "StepKind", "change_layout", "local_sizes_after", "volume_price"]
+from planloom.collective.pricing import SizePrice, StepCost, digits_cost, seconds_price, step_cost
+from planloom.collective.steps import LOCAL_KINDS, CollectiveProgram, Step, StepKind, local_sizes_after
+from planloom.collective.synthesis import DigitsPrice, Move, Synthesized, change_layout, synthesize, volume_price
+
+__all__ = [
+    "LOCAL_KINDS",
+    "CollectiveProgram",
+    "DigitsPrice",
+    "Move",
+    "SizePrice",
+    "Step",
+    "StepCost",
+    "StepKind",
+    "Synthesized",
+    "change_layout",
+    "digits_cost",
+    "local_sizes_after",
+    "seconds_price",
+    "step_cost",
+    "synthesize",
+    "volume_price",
+]

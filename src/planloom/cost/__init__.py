@@ -1,7 +1,6 @@
 """Prices: measured where a store has them, else from the cluster's figures; every price says which."""
 
 from planloom.cost.keys import collective_key, run_fingerprint, run_key, update_key
-from planloom.cost.links import routed_seconds
 from planloom.cost.prices import Price, Prices
 from planloom.cost.store import PriceStore
 
@@ -10,7 +9,6 @@ __all__ = [
     "PriceStore",
     "Prices",
     "collective_key",
-    "routed_seconds",
     "run_fingerprint",
     "run_key",
     "update_key",

@@ -10,10 +10,9 @@ from math import prod
 from typing import Literal
 
 from planloom.blocks import BlockGraph
-from planloom.cluster import Cluster
-from planloom.collective import Step
+from planloom.cluster import Cluster, Message, exchange_seconds
+from planloom.collective import Step, step_cost
 from planloom.cost.keys import Phase, collective_key, run_fingerprint, run_key, shard_sizes, update_key
-from planloom.cost.links import Message, routed_seconds, step_messages
 from planloom.cost.roofline import run_seconds
 from planloom.program import Program, Run, Transfer
 
@@ -56,8 +55,7 @@ class Prices:
             found = self._measured_collective(step.kind, step.group_size, num_bytes)
             if found is not None:
                 return Price(seconds=found, source="measured")
-        messages, num_rounds = step_messages(step, num_bytes)
-        return Price(seconds=routed_seconds(self.cluster, messages, num_rounds), source="modelled")
+        return Price(seconds=step_cost(self.cluster, step).seconds(num_bytes), source="modelled")
 
     def exchange(self, transfers: tuple[Transfer, ...], item_bytes: int) -> Price:
         """The messages of one exchange between stages, all at once."""
@@ -68,7 +66,7 @@ class Prices:
         found = self._measured_collective("exchange", 2, largest) if self.measured_links else None
         if found is not None:
             return Price(seconds=found, source="measured")
-        return Price(seconds=routed_seconds(self.cluster, messages, 1), source="modelled")
+        return Price(seconds=exchange_seconds(self.cluster, messages), source="modelled")
 
     def memory(self, num_bytes: int) -> Price:
         """Local work that reads and writes this many bytes: sums, copies."""

@@ -9,6 +9,7 @@ writes do not bump versions, and autograd would not notice.
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,8 @@ from torch import Tensor
 from planloom.collective import Step, local_sizes_after
 from planloom.layout import Box
 from planloom.program import Transfer
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 Finish = Callable[[], Tensor]
 """Waits for what was started, and returns the result."""
@@ -57,8 +60,11 @@ class Wire:
         self._groups.clear()
 
     def run_steps(self, steps: tuple[Step, ...], local: Tensor, sizes: tuple[int, ...]) -> Finish:
-        """Carry out a program on a local array with these factor sizes; the last collective may still be under way."""
-        array = local.reshape(sizes)
+        """Carry out a program on a local array with these dims; the last collective may still be under way.
+
+        A device that holds nothing, before a broadcast or scatter to it, still gives an array of the right dtype.
+        """
+        array = local.reshape(sizes) if local.numel() == prod(sizes) else local
         finish: Finish = lambda: array  # noqa: E731
         for step in steps:
             finish = self._start(step, finish(), sizes)
@@ -66,45 +72,85 @@ class Wire:
         return finish
 
     def _start(self, step: Step, array: Tensor, sizes: tuple[int, ...]) -> Finish:
+        """Start one step; `sizes` are the dims of the arrays that take part in it."""
         group = step.group_of(self.device)
+        if group is None:  # it holds nothing, and waits for a broadcast or scatter
+            return lambda: array
         position = group.index(self.device)
         match step.kind:
             case "slice":
-                part = array.chunk(len(group), step.into)[position]
+                part = _cut(array, step)[position]
                 return lambda: part
             case "mask":
                 masked = array if position == 0 else torch.zeros_like(array)
                 return lambda: masked
             case "all_reduce":
                 return self._all_reduce(step, array, group)
+            case "reduce":
+                return self._reduce(step, array, group)
+            case "broadcast":
+                return self._broadcast(array if position == 0 else array.new_empty(sizes), group)
             case "all_gather":
                 return self._all_gather(step, array, group)
+            case "gather":
+                return self._gather(step, array, group)
+            case "scatter":
+                return self._scatter(step, array, sizes, group)
             case "reduce_scatter" | "all_to_all":
                 return self._all_to_all(step, array, group)
 
     def _all_reduce(self, step: Step, array: Tensor, group: tuple[int, ...]) -> Finish:
         result = array.clone(memory_format=torch.contiguous_format)
-        op = dist.ReduceOp.SUM if step.combine == "sum" else dist.ReduceOp.MAX
         with _on_the_wire():
-            work = dist.all_reduce(result, op, group=self._group(group), async_op=True)
+            work = dist.all_reduce(result, _OPS[step.combine], group=self._group(group), async_op=True)
+        return _after(work, lambda: result)
+
+    def _reduce(self, step: Step, array: Tensor, group: tuple[int, ...]) -> Finish:
+        result = array.clone(memory_format=torch.contiguous_format)
+        with _on_the_wire():
+            work = dist.reduce(result, group[0], _OPS[step.combine], group=self._group(group), async_op=True)
+        return _after(work, lambda: result)
+
+    def _broadcast(self, array: Tensor, group: tuple[int, ...]) -> Finish:
+        result = array.clone(memory_format=torch.contiguous_format)
+        with _on_the_wire():
+            work = dist.broadcast(result, group[0], group=self._group(group), async_op=True)
         return _after(work, lambda: result)
 
     def _all_gather(self, step: Step, array: Tensor, group: tuple[int, ...]) -> Finish:
         array = array.contiguous()
-        pieces = [torch.empty_like(array) for _ in group]
+        pieces = array.new_empty((len(group), *array.shape))
         with _on_the_wire():
-            work = dist.all_gather(pieces, array, group=self._group(group), async_op=True)
-        return _after(work, lambda: torch.cat(_from_sorted(pieces, group), step.along))
+            work = dist.all_gather(list(pieces.unbind()), array, group=self._group(group), async_op=True)
+        return _after(work, lambda: _join(_from_sorted(pieces, group), step))
+
+    def _gather(self, step: Step, array: Tensor, group: tuple[int, ...]) -> Finish:
+        array, is_root = array.contiguous(), self.device == group[0]
+        pieces = array.new_empty((len(group) if is_root else 0, *array.shape))
+        with _on_the_wire():
+            parts = list(pieces.unbind()) if is_root else None
+            work = dist.gather(array, parts, dst=group[0], group=self._group(group), async_op=True)
+        return _after(work, lambda: _join(_from_sorted(pieces, group), step) if is_root else array)
+
+    def _scatter(self, step: Step, array: Tensor, sizes: tuple[int, ...], group: tuple[int, ...]) -> Finish:
+        part = array.new_empty(local_sizes_after(step, sizes))
+        with _on_the_wire():
+            pieces = _to_sorted(_cut(array, step), group).contiguous() if self.device == group[0] else None
+            parts = None if pieces is None else list(pieces.unbind())
+            work = dist.scatter(part, parts, src=group[0], group=self._group(group), async_op=True)
+        return _after(work, lambda: part)
 
     def _all_to_all(self, step: Step, array: Tensor, group: tuple[int, ...]) -> Finish:
-        """Piece p of every member goes to the member at position p; then a sum, or a concatenation."""
-        pieces = torch.stack(_to_sorted(list(array.chunk(len(group), step.into)), group))
+        """Each member's piece of every array goes to it; then a combination, or all pieces put together."""
+        pieces = _to_sorted(_cut(array, step), group).contiguous()
         received = torch.empty_like(pieces)
         with _on_the_wire():
             work = dist.all_to_all_single(received, pieces, group=self._group(group), async_op=True)
-        if step.kind == "reduce_scatter":
-            return _after(work, lambda: received.sum(0))
-        return _after(work, lambda: torch.cat(_from_sorted(list(received), group), step.along))
+        if step.kind == "all_to_all":
+            return _after(work, lambda: _join(_from_sorted(received, group), step))
+        if step.combine == "max":
+            return _after(work, lambda: received.amax(0))
+        return _after(work, lambda: received.sum(0, dtype=received.dtype))
 
     def _group(self, group: tuple[int, ...]) -> dist.ProcessGroup:
         return self._groups[tuple(sorted(group))]
@@ -163,15 +209,41 @@ def _wait(work: "dist.Work | None") -> None:
         work.wait()
 
 
-def _from_sorted(pieces: list[Tensor], group: tuple[int, ...]) -> list[Tensor]:
+def _cut(array: Tensor, step: Step) -> Tensor:
+    """The pieces of an array, cut into the step's dims, in the order of a group: one more dim, in front."""
+    counts = dict(zip(step.into, step.shape, strict=True))
+    split: list[int] = []
+    for i, size in enumerate(array.shape):
+        split += [counts[i], size // counts[i]] if i in counts else [size]
+    places = {i: i + sum(other < i for other in step.into) for i in step.into}  # of the counts among the split dims
+    front = [places[i] for i in step.into]
+    order = front + [i for i in range(len(split)) if i not in front]
+    pieces = array.reshape(split).permute(order)
+    return pieces.reshape(step.group_size, *pieces.shape[len(front) :])
+
+
+def _join(pieces: Tensor, step: Step) -> Tensor:
+    """The inverse of `_cut`, for the dims along which pieces are put together."""
+    shape = pieces.shape[1:]
+    spread = pieces.reshape(*step.shape, *shape)
+    order: list[int] = []
+    for i in range(len(shape)):
+        order += [step.along.index(i)] if i in step.along else []
+        order.append(len(step.shape) + i)
+    counts = dict(zip(step.along, step.shape, strict=True))
+    return spread.permute(order).reshape([size * counts.get(i, 1) for i, size in enumerate(shape)])
+
+
+def _from_sorted(pieces: Tensor, group: tuple[int, ...]) -> Tensor:
     """Pieces in the order of sorted ranks → in the order of the group."""
     order = sorted(group)
-    return [pieces[order.index(rank)] for rank in group]
+    return pieces if order == list(group) else pieces[[order.index(rank) for rank in group]]
 
 
-def _to_sorted(pieces: list[Tensor], group: tuple[int, ...]) -> list[Tensor]:
+def _to_sorted(pieces: Tensor, group: tuple[int, ...]) -> Tensor:
     """Pieces in the order of the group → in the order of sorted ranks."""
-    return [pieces[group.index(rank)] for rank in sorted(group)]
+    order = sorted(group)
+    return pieces if order == list(group) else pieces[[group.index(rank) for rank in order]]
 
 
 def _narrow(array: Tensor, box: Box) -> Tensor:

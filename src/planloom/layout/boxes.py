@@ -30,6 +30,44 @@ def relative(part: Box, base: Box) -> Box:
     return tuple((start - offset, stop - offset) for (start, stop), (offset, _) in zip(part, base, strict=True))
 
 
+def refined(box: Box, factors: tuple[tuple[int, ...], ...]) -> Box | None:
+    """A box with one interval a sub-factor, where factor i is the product of `factors[i]`, major to minor.
+
+    None if it is no box there: an interval that neither stays in one index of a sub-factor nor ends with one.
+    """
+    intervals: list[tuple[int, int]] = []
+    for (start, stop), subs in zip(box, factors, strict=True):
+        weight = prod(subs)
+        for size in subs:
+            weight //= size
+            if start // weight == (stop - 1) // weight:
+                index = start // weight
+                intervals.append((index, index + 1))
+                start, stop = start - index * weight, stop - index * weight
+            elif start % weight or stop % weight:
+                return None
+            else:
+                intervals.append((start // weight, stop // weight))
+                start, stop = 0, weight
+    return tuple(intervals)
+
+
+def coarsened(box: Box, factors: tuple[tuple[int, ...], ...]) -> Box | None:
+    """The inverse of `refined`; None if the sub-factors of a factor do not make up one interval."""
+    intervals: list[tuple[int, int]] = []
+    left = iter(box)
+    for subs in factors:
+        start, length, is_open = 0, 1, False
+        for size in subs:
+            low, high = next(left)
+            if is_open and (low, high) != (0, size):
+                return None
+            is_open = is_open or high - low > 1
+            start, length = start * size + low, length * (high - low)
+        intervals.append((start, start + length))
+    return tuple(intervals)
+
+
 def subtract(box: Box, hole: Box) -> tuple[Box, ...]:
     """What is left of `box` without `hole`, as disjoint boxes."""
     common = intersect(box, hole)

@@ -2,7 +2,8 @@
 
 A factor of size n split over digits (a, b) is cut into |a|·|b| equal pieces; the device with coordinates (i, j) holds
 piece i·|b| + j. Over a *partial* digit every device holds a contribution and the whole is their combination (sum or
-max). Over all other digits the tensor is replicated.
+max). Over a *master* digit only the devices with coordinate 0 hold it: before a broadcast or scatter, after a reduce or
+gather. Over all other digits the tensor is replicated.
 """
 
 from collections.abc import Mapping
@@ -19,14 +20,17 @@ Combine = Literal["sum", "max"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """`splits[i]`: the digits of factor i, major to minor; `partial`: digits still to be combined."""
+    """`splits[i]`: the digits of factor i, major to minor; `partial`: digits still to be combined; `master`: digits
+    along which only coordinate 0 holds it.
+    """
 
     splits: tuple[tuple[Digit, ...], ...]
     partial: tuple[Digit, ...] = ()
     combine: Combine = "sum"
+    master: tuple[Digit, ...] = ()
 
     def __post_init__(self) -> None:
-        digits = [d for split in self.splits for d in split] + list(self.partial)
+        digits = [d for split in self.splits for d in split] + list(self.partial) + list(self.master)
         if len(set(digits)) != len(digits):
             raise LayoutError(
                 "a layout uses a digit twice", given=" ".join(map(str, digits)), required="each digit at most once"
@@ -69,4 +73,5 @@ class Layout:
     def __str__(self) -> str:
         parts = [f"{i}:{'·'.join(map(str, split))}" for i, split in enumerate(self.splits) if split]
         parts += [f"{self.combine}({'·'.join(map(str, self.partial))})"] if self.partial else []
+        parts += [f"master({'·'.join(map(str, self.master))})"] if self.master else []
         return "[" + (" ".join(parts) or "whole") + "]"

@@ -28,7 +28,8 @@ class Storage:
 class Plan:
     """`strategies[i]`: for block i, dim → axes; `stages[i]`: the stage of block i; `meshes[s]`: the mesh of stage s.
 
-    `orders[s]` lists the calls of stage s; an empty tuple of orders is not a plan.
+    `orders[s]` lists the calls of stage s; an empty tuple of orders is not a plan. `cluster`, if given, is the text of
+    the cluster file whose links decide between collective programs; else the bytes that they move do.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Plan:
     num_micro_batches: int
     schedule: str
     orders: tuple[tuple[Call, ...], ...]
+    cluster: str = ""
     version: int = PLAN_VERSION
 
     @property

@@ -146,7 +146,7 @@ def _collective_tasks(known: Mapping[str, float], device: torch.device) -> list[
             for num_bytes in _COLLECTIVE_BYTES:
                 key = collective_key(kind, size, num_bytes)
                 if key not in known:
-                    step = Step(kind=kind, groups=groups, along=0, into=1)
+                    step = Step(kind=kind, groups=groups, shape=(size,), along=(0,), into=(1,))
                     tasks.append(partial(_measure_step, key, wire, step, num_bytes, device))
     for num_bytes in _COLLECTIVE_BYTES:
         key = collective_key("exchange", 2, num_bytes)

@@ -15,8 +15,7 @@ backward. So no order of calls can block on a send, and the verifier proves it f
 
 from dataclasses import replace
 
-from planloom.collective import change_layout
-from planloom.collective.paths import StepPrice
+from planloom.collective import DigitsPrice, change_layout
 from planloom.errors import LayoutError, PlanError
 from planloom.layout import Layout
 from planloom.program.exchange import plan_transfers
@@ -51,7 +50,7 @@ _LOSS_TOTAL = Buffer(name="loss:total")
 
 
 def materialize(
-    splits: Splits, runs: tuple[Run, ...], calls: tuple[tuple[BodyCall, ...], ...], price: StepPrice
+    splits: Splits, runs: tuple[Run, ...], calls: tuple[tuple[BodyCall, ...], ...], price: DigitsPrice
 ) -> Program:
     """The program of all stages."""
     builder = _Builder(splits, runs, price)
@@ -97,7 +96,7 @@ class _Stage:
 
 
 class _Builder:
-    def __init__(self, splits: Splits, runs: tuple[Run, ...], price: StepPrice) -> None:
+    def __init__(self, splits: Splits, runs: tuple[Run, ...], price: DigitsPrice) -> None:
         self.splits, self.runs, self.price = splits, runs, price
         self.graph = splits.blocks.graph
         self.meshes = splits.plan.meshes
@@ -134,7 +133,7 @@ class _Builder:
         """Bring a buffer into another layout; the same buffer if nothing changes."""
         try:
             item_bytes = self.graph.tensors[slot.tensor].item_bytes
-            steps = change_layout(before, after, self.meshes[stage], slot.sizes, self.price, item_bytes)
+            parts = change_layout(before, after, self.meshes[stage], slot.sizes, self.price, item_bytes)
         except LayoutError as error:
             raise PlanError(
                 f"{slot.tensor} cannot be brought from its producer to its consumer",
@@ -142,13 +141,21 @@ class _Builder:
                 required=f"layout {after}",
                 todo="split the blocks on both sides alike, or over axes that divide the tensor",
             ) from error
-        if not steps:
-            return source
-        target = Buffer(name=name, indexed=source.indexed)
-        sizes = before.local_sizes(slot.sizes)
-        body.append(Collective(tensor=slot.tensor, source=source, target=target, steps=steps, sizes=sizes))
-        body.append(Wait(buffer=target))
-        return target
+        for i, part in enumerate(parts):
+            target = Buffer(name=f"{name}:{i}" if i + 1 < len(parts) else name, indexed=source.indexed)
+            body.append(
+                Collective(
+                    tensor=slot.tensor,
+                    source=source,
+                    target=target,
+                    steps=part.program(self.meshes[stage]).steps,
+                    factors=part.factors,
+                    sizes=part.local_sizes,
+                )
+            )
+            body.append(Wait(buffer=target))
+            source = target
+        return source
 
     def _exchange(
         self,

@@ -1,11 +1,13 @@
 """What the steps of collective programs and the messages of exchanges do to symbols."""
 
 from collections.abc import Sequence
+from math import prod
 
 from planloom.collective import Step
 from planloom.layout import Box, Combine
-from planloom.layout.boxes import subtract, whole
+from planloom.layout.boxes import coarsened, refined, subtract, whole
 from planloom.program.symbols import Symbol, added
+from planloom.program.values import Collective
 
 
 class StepError(Exception):
@@ -16,40 +18,98 @@ class StepError(Exception):
         self.ranks = ranks
 
 
-def apply_steps(steps: Sequence[Step], symbols: dict[int, Symbol], combine: Combine) -> dict[int, Symbol]:
-    """The symbols of all devices after a collective program; `combine` is how this tensor's parts combine."""
-    for step in steps:
-        after: dict[int, Symbol] = {}
-        for group in step.groups:
-            if len(set(group)) != len(group):
-                raise StepError(f"{step.kind}: a device is in a group twice", group)
-            if any(device not in symbols for device in group):
-                raise StepError(f"{step.kind}: a group holds a device of another stage", group)
-            for position, device in enumerate(group):
-                if device in after:
-                    raise StepError(f"{step.kind}: a device is in two groups", (device,))
-                after[device] = _one(step, [symbols[member] for member in group], group, position, combine)
-        if after.keys() != symbols.keys():
-            raise StepError(f"{step.kind}: a device is in no group", tuple(sorted(symbols.keys() - after.keys())))
-        symbols = after
-    return symbols
+def apply_steps(collective: Collective, symbols: dict[int, Symbol], combine: Combine) -> dict[int, Symbol]:
+    """The symbols of all devices after a collective program; `combine` is how this tensor's parts combine.
+
+    Inside, boxes have one interval a sub-factor, and a device that holds nothing, after a reduce or a gather to another
+    one, has no symbol.
+    """
+    windows = {device: _window(symbol.box, collective) for device, symbol in symbols.items()}
+    window = next(iter(windows.values()))
+    others = tuple(device for device, own in windows.items() if own != window)
+    if others:
+        raise StepError("the devices hold parts of different micro-batches", others)
+    held: dict[int, Symbol | None] = {d: _refined(symbol, collective, window, d) for d, symbol in symbols.items()}
+    for step in collective.steps:
+        held = _apply(step, held, combine)
+    idle = tuple(device for device, symbol in held.items() if symbol is None)
+    if idle:
+        raise StepError("a device holds nothing at the end", idle)
+    return {d: _coarsened(symbol, collective, window, d) for d, symbol in held.items() if symbol is not None}
 
 
-def _one(step: Step, members: list[Symbol], group: tuple[int, ...], position: int, combine: Combine) -> Symbol:
-    own = members[position]
+def _window(box: Box, collective: Collective) -> tuple[int, ...]:
+    """Where the part of the tensor begins that the program is about: one micro-batch, of several."""
+    sizes = map(prod, collective.factors)
+    return tuple(start // size * size for (start, _), size in zip(box, sizes, strict=True))
+
+
+def _refined(symbol: Symbol, collective: Collective, window: tuple[int, ...], device: int) -> Symbol:
+    inside = tuple((start - base, stop - base) for (start, stop), base in zip(symbol.box, window, strict=True))
+    if any(stop > prod(subs) for (_, stop), subs in zip(inside, collective.factors, strict=True)):
+        raise StepError(f"{symbol} lies outside {collective.factors}", (device,))
+    box = refined(inside, collective.factors)
+    if box is None or tuple(stop - start for start, stop in box) != collective.sizes:
+        raise StepError(f"{symbol} is not of local size {collective.sizes}", (device,))
+    return Symbol(symbol.kind, symbol.tensor, box, symbol.parts)
+
+
+def _coarsened(symbol: Symbol, collective: Collective, window: tuple[int, ...], device: int) -> Symbol:
+    box = coarsened(symbol.box, collective.factors)
+    if box is None:
+        raise StepError(f"{symbol} is not one piece of the tensor", (device,))
+    placed = tuple((start + base, stop + base) for (start, stop), base in zip(box, window, strict=True))
+    return Symbol(symbol.kind, symbol.tensor, placed, symbol.parts)
+
+
+def _apply(step: Step, held: dict[int, Symbol | None], combine: Combine) -> dict[int, Symbol | None]:
+    after: dict[int, Symbol | None] = {}
+    for group in step.groups:
+        if len(set(group)) != len(group) or len(group) != step.group_size:
+            raise StepError(f"{step.kind}: a group is not of {step.group_size} different devices", group)
+        if any(device not in held for device in group):
+            raise StepError(f"{step.kind}: a group holds a device of another stage", group)
+        results = _of_group(step, [held[device] for device in group], group, combine)
+        for device, result in zip(group, results, strict=True):
+            if device in after:
+                raise StepError(f"{step.kind}: a device is in two groups", (device,))
+            after[device] = result
+    left = tuple(sorted(device for device in held.keys() - after.keys() if held[device] is not None))
+    if left:
+        raise StepError(f"{step.kind}: a device is in no group", left)
+    return {device: after.get(device) for device in held}
+
+
+def _of_group(
+    step: Step, members: list[Symbol | None], group: tuple[int, ...], combine: Combine
+) -> Sequence[Symbol | None]:
+    """What every member holds after a step."""
+    first = members[0]
+    if step.kind in ("broadcast", "scatter"):
+        if first is None:
+            raise StepError(f"{step.kind} from a device that holds nothing", group)
+        return [first] * len(group) if step.kind == "broadcast" else _pieces(first, step, group)
+    own = [member for member in members if member is not None]
+    if len(own) < len(members):
+        raise StepError(f"{step.kind} of a device that holds nothing", group)
     match step.kind:
         case "slice":
-            return _piece(own, step.into, position, len(group), group)
+            return [_pieces(member, step, group)[position] for position, member in enumerate(own)]
         case "mask":
-            return own if position == 0 else Symbol(own.kind, own.tensor, own.box, frozenset())
+            return [own[0], *(Symbol(m.kind, m.tensor, m.box, frozenset()) for m in own[1:])]
         case "all_reduce":
-            return _reduced(step, members, group, combine)
+            return [_reduced(step, own, group, combine)] * len(group)
+        case "reduce":
+            return [_reduced(step, own, group, combine), *([None] * (len(group) - 1))]
         case "reduce_scatter":
-            return _piece(_reduced(step, members, group, combine), step.into, position, len(group), group)
+            return _pieces(_reduced(step, own, group, combine), step, group)
         case "all_gather":
-            return _gathered(step, members, group)
+            return [_gathered(step, own, group)] * len(group)
+        case "gather":
+            return [_gathered(step, own, group), *([None] * (len(group) - 1))]
         case "all_to_all":
-            return _piece(_gathered(step, members, group), step.into, position, len(group), group)
+            return _pieces(_gathered(step, own, group), step, group)
+    raise AssertionError(step.kind)
 
 
 def _reduced(step: Step, members: list[Symbol], group: tuple[int, ...], combine: Combine) -> Symbol:
@@ -74,34 +134,43 @@ def _reduced(step: Step, members: list[Symbol], group: tuple[int, ...], combine:
 
 
 def _gathered(step: Step, members: list[Symbol], group: tuple[int, ...]) -> Symbol:
-    first, stop = members[0], members[0].box[step.along][1]
-    for member in members[1:]:
-        same = (member.kind, member.tensor, member.parts) == (first.kind, first.tensor, first.parts)
-        if not same or _without(member.box, step.along) != _without(first.box, step.along):
+    """The pieces of a group put together: a member's point says where its piece must lie."""
+    first = members[0]
+    if len(step.along) != len(step.shape) or any(dim >= len(first.box) for dim in step.along):
+        raise StepError(f"{step.kind} along {step.along} does not fit its groups of {step.shape}", group)
+    for member, point in zip(members, step.points, strict=True):
+        if (member.kind, member.tensor, member.parts) != (first.kind, first.tensor, first.parts):
             raise StepError(f"{step.kind} puts {first} and {member} together", group)
-        if member.box[step.along][0] != stop:
-            raise StepError(
-                f"{step.kind} puts pieces together out of order: one ends at {stop}, the next starts at "
-                f"{member.box[step.along][0]}",
-                group,
-            )
-        stop = member.box[step.along][1]
-    box = tuple((s, stop) if i == step.along else (s, e) for i, (s, e) in enumerate(first.box))
-    return Symbol(first.kind, first.tensor, box, first.parts)
+        expected = list(first.box)
+        for dim, index in zip(step.along, point, strict=True):
+            start, stop = first.box[dim]
+            expected[dim] = (start + index * (stop - start), stop + index * (stop - start))
+        if member.box != tuple(expected):
+            raise StepError(f"{step.kind} puts {member} where {expected} belongs", group)
+    box = list(first.box)
+    for dim, count in zip(step.along, step.shape, strict=True):
+        start, stop = first.box[dim]
+        box[dim] = (start, start + count * (stop - start))
+    return Symbol(first.kind, first.tensor, tuple(box), first.parts)
 
 
-def _without(box: Box, factor: int) -> Box:
-    return box[:factor] + box[factor + 1 :]
-
-
-def _piece(symbol: Symbol, factor: int, position: int, count: int, group: tuple[int, ...]) -> Symbol:
-    start, stop = symbol.box[factor]
-    if (stop - start) % count:
-        raise StepError(f"{symbol} cannot be cut into {count} pieces", group)
-    length = (stop - start) // count
-    interval = (start + position * length, start + (position + 1) * length)
-    box = tuple(interval if i == factor else pair for i, pair in enumerate(symbol.box))
-    return Symbol(symbol.kind, symbol.tensor, box, symbol.parts)
+def _pieces(symbol: Symbol, step: Step, group: tuple[int, ...]) -> list[Symbol]:
+    """A symbol cut into as many pieces as a group has members, in their order."""
+    if len(step.into) != len(step.shape) or any(dim >= len(symbol.box) for dim in step.into):
+        raise StepError(f"{step.kind} into {step.into} does not fit its groups of {step.shape}", group)
+    for dim, count in zip(step.into, step.shape, strict=True):
+        start, stop = symbol.box[dim]
+        if (stop - start) % count:
+            raise StepError(f"{symbol} cannot be cut into {count} pieces", group)
+    pieces = []
+    for point in step.points:
+        box = list(symbol.box)
+        for dim, count, index in zip(step.into, step.shape, point, strict=True):
+            start, stop = symbol.box[dim]
+            length = (stop - start) // count
+            box[dim] = (start + index * length, start + (index + 1) * length)
+        pieces.append(Symbol(symbol.kind, symbol.tensor, tuple(box), symbol.parts))
+    return pieces
 
 
 def extract(symbol: Symbol, local: Box, sizes: tuple[int, ...]) -> Symbol:

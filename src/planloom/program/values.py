@@ -87,12 +87,16 @@ class Backward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """Start a collective program; `sizes` are the factor sizes of a device's array before it."""
+    """Start a collective program on a tensor whose factor i is the product of `factors[i]`, major to minor.
+
+    `sizes` are the dims, one a sub-factor, of a device's array before it.
+    """
 
     tensor: str
     source: Buffer
     target: Buffer
     steps: tuple[Step, ...]
+    factors: tuple[tuple[int, ...], ...]
     sizes: tuple[int, ...]
 
 

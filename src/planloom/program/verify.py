@@ -279,11 +279,9 @@ class _Interpreter:
         symbols = {device: self._read(device, collective.source, micro, tensor) for device in devices}
         for device, symbol in symbols.items():
             self._require_tensor(device, tensor, symbol)
-            if tuple(stop - start for start, stop in symbol.box) != collective.sizes:
-                raise _FaultError(tensor, f"{symbol} is not of local size {collective.sizes}", (device,))
         try:
             combine = self.complete.combine(next(iter(symbols.values())))
-            results = apply_steps(collective.steps, symbols, combine)
+            results = apply_steps(collective, symbols, combine)
         except StepError as error:
             raise _FaultError(tensor, str(error), error.ranks) from None
         target = self._place(collective.target, micro)

@@ -3,10 +3,11 @@
 from collections.abc import Mapping, Sequence
 
 from rich.box import SIMPLE_HEAD
+from rich.markup import escape
 from rich.table import Table
 
 from planloom.blocks import BlockGraph, Segment
-from planloom.cluster import Cluster, format_bytes, format_seconds
+from planloom.cluster import COLLECTIVES, Cluster, format_bytes, format_seconds
 from planloom.plan import Plan
 from planloom.search import Candidate
 from planloom.simulate import Timeline
@@ -49,22 +50,53 @@ def blocks_table(blocks: BlockGraph, segments: Sequence[Segment]) -> Table:
 
 
 def cluster_table(cluster: Cluster) -> Table:
-    """The levels of a cluster."""
+    """The levels of a cluster and their links; below, what a device does."""
     device = cluster.device
     title = f"{cluster.name}: {cluster.num_devices} × {device.name}, {format_bytes(device.memory_bytes)} each"
-    table = Table(title=title, title_justify="left")
-    for name in ("level", "count", "bandwidth", "latency", "uplink"):
+    table = Table(title=escape(title), title_justify="left", caption_justify="left")
+    for name in ("level", "count", "bandwidth", "latency", "shape", "uplink"):
         table.add_column(name)
     for level in cluster.levels:
         link = level.link
         table.add_row(
-            level.name,
+            escape(level.name),
             str(level.count),
-            f"{format_bytes(int(link.bandwidth_bytes_per_second))}/s",
+            f"{link.bandwidth_bytes_per_second / 1e9:.4g} GB/s",
             format_seconds(link.latency_seconds),
+            link.shape,
             "shared" if link.shared else "one a device",
         )
+    rates = ", ".join(f"{dtype} {_rate(rate)}" for dtype, rate in device.flops_per_second.items())
+    memory = f"memory {device.memory_bytes_per_second / 1e9:.4g} GB/s, launch {format_seconds(device.launch_seconds)}"
+    table.caption = f"{rates}; {memory}; collectives by {cluster.library}"
     return table
+
+
+def _rate(flops_per_second: float) -> str:
+    scale, unit = (1e12, "TFLOP/s") if flops_per_second >= 1e12 else (1e9, "GFLOP/s")
+    return f"{flops_per_second / scale:.4g} {unit}"
+
+
+def collectives_table(cluster: Cluster) -> Table | None:
+    """What is known of single collectives at the levels of a cluster, or None where nothing is."""
+    rows = []
+    for level in cluster.levels:
+        link = level.link
+        for collective in COLLECTIVES:
+            shares = {members: share for (name, members), share in link.efficiency.items() if name == collective}
+            cells = {
+                "share of bandwidth among": ", ".join(f"{n or 'any'}: {share:.4g}" for n, share in shares.items()),
+                "hop": format_seconds(link.hop_seconds[collective]) if collective in link.hop_seconds else "",
+                "start": format_seconds(link.start_seconds[collective]) if collective in link.start_seconds else "",
+                "flow": f"{link.flow[collective]:.4g}" if collective in link.flow else "",
+            }
+            if any(cells.values()):
+                rows.append({"level": escape(level.name), "collective": collective, **cells})
+    columns = [name for name in rows[0] if any(row[name] for row in rows)] if rows else []
+    table = Table(*columns, title="Collectives", title_justify="left")
+    for row in rows:
+        table.add_row(*(row[name] for name in columns))
+    return table if rows else None
 
 
 def plan_tables(plan: Plan, timeline: Timeline | None) -> list[Table]:

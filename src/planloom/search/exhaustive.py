@@ -7,9 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from planloom.blocks import BlockGraph
-from planloom.cluster import Cluster
-from planloom.collective import Step
-from planloom.collective.paths import StepPrice
+from planloom.cluster import Cluster, cluster_to_yaml
 from planloom.cost import Prices
 from planloom.errors import LayoutError, PlanError
 from planloom.layout import enumerate_placements
@@ -41,31 +39,23 @@ class Candidate:
 
 
 def candidate_plans(
-    blocks: BlockGraph, cluster: Cluster, batch: BatchSpec, *, prices: Prices, max_micro: int = 4
+    blocks: BlockGraph, cluster: Cluster, batch: BatchSpec, *, max_micro: int = 4
 ) -> tuple[Candidate, ...]:
     """Every named plan on every distinct placement, built but not yet priced."""
     candidates = []
-    price = step_price(prices)
+    links = cluster_to_yaml(cluster)
     for named in library(cluster.num_devices, max_micro=max_micro):
         axes = {name: size for name, size in axis_sizes(named).items() if size > 1} or {"dp": 1}
         for placement in enumerate_placements(cluster.level_counts, axes):
             name, where = str(named), str(placement)
             try:
                 plan = named_plan(blocks, named, batch=dict(batch), placement=placement)
-                program = build_program(blocks, plan, price=price)
+                plan = replace(plan, cluster=links)
+                program = build_program(blocks, plan)
                 candidates.append(Candidate(name=name, placement=where, plan=plan, program=program))
             except (PlanError, LayoutError) as error:
                 candidates.append(Candidate(name=name, placement=where, refused=error.what))
     return tuple(candidates)
-
-
-def step_price(prices: Prices) -> StepPrice:
-    """Seconds of a step: what chooses between collective programs."""
-
-    def price(step: Step, num_bytes: int) -> float:
-        return prices.step(step, num_bytes).seconds
-
-    return price
 
 
 def price_plans(

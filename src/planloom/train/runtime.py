@@ -133,6 +133,7 @@ class Runtime:
                         self._memory[self._place(wanted, micro)] = result
             case Collective(source=source, target=target, steps=steps, sizes=sizes):
                 finish = self.wire.run_steps(steps, self._get(source, micro), sizes)
+                finish = _shaped(finish, instruction.factors)  # one dim a factor, not one a sub-factor
                 self._start(target, micro, _shaped(finish, self._factors(instruction.tensor)), delivers=True)
             case Send(source=source, transfers=transfers, sizes=sizes, channel=channel):
                 tag = self._tag(channel, micro)

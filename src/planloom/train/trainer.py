@@ -90,9 +90,12 @@ class Trainer:
         result = {}
         for stored in self.runtime.stage.parameters:
             before = layout(stored)
-            steps = change_layout(before, Layout.replicated(len(stored.sizes)), self.runtime.stage.mesh, stored.sizes)
-            local, sizes = piece(stored.name), before.local_sizes(stored.sizes)
-            whole = self._communicating(lambda: self._wire.run_steps(steps, local, sizes)())  # noqa: B023
+            mesh, whole = self.runtime.stage.mesh, piece(stored.name)
+            for part in change_layout(before, Layout.replicated(len(stored.sizes)), mesh, stored.sizes):
+                steps, array = part.program(mesh).steps, whole
+                whole = self._communicating(
+                    lambda: self._wire.run_steps(steps, array, part.local_sizes)()  # noqa: B023
+                )
             result[stored.name] = whole.reshape(self.blocks.graph.tensors[stored.name].shape).clone()
         return result
 
@@ -103,8 +106,9 @@ class Trainer:
             for stored in stage.parameters:
                 for layout in (stored.layout, stored.optimizer_layout):
                     whole = Layout.replicated(len(stored.sizes))
-                    for step in change_layout(layout, whole, stage.mesh, stored.sizes):
-                        groups += [] if step.is_local else list(step.groups)
+                    for part in change_layout(layout, whole, stage.mesh, stored.sizes):
+                        steps = part.program(stage.mesh).steps
+                        groups += [group for step in steps if not step.is_local for group in step.groups]
         self._communicating(lambda: self._wire.create_groups(groups))
 
     def _require_batch(self, batch: Batch) -> None:
