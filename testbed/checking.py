@@ -13,8 +13,8 @@ from testbed.trials import Trial, trials_of
 from testbed.wiring import device_address
 
 TOLERANCE = 0.10
-_SETTLE_SECONDS = 0.3
-_MEASURE_SECONDS = 0.8
+_SETTLE_SECONDS = 0.25
+_MEASURE_SECONDS = 0.5
 _MEASURE_BYTES = 2_500_000  # slow links are watched longer: enough packets for a figure within a few per cent
 _START_SECONDS = 60.0
 

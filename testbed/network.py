@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from planloom.cluster import Cluster
 from testbed.routing import Routing, route
-from testbed.shaping import MTU_BYTES, WINDOW_BYTES, shape
+from testbed.shaping import MTU_BYTES, WINDOW_BYTES, largest_packet_bytes, shape
 from testbed.wiring import FABRIC, Wiring, device_name, wire
 
 ADDRESS_INTERFACE = "dev0"
@@ -70,10 +70,11 @@ def network_script(cluster: Cluster) -> NetworkScript:
             f"name {end.interface} address {end.mac} mtu {MTU_BYTES} netns {{{end.namespace}}}" for end in cable.ends
         )
         cables.append(f"link add {one} type veth peer {other}")
+        packet_bytes = largest_packet_bytes(cluster.levels[cable.level].link.bandwidth_bytes_per_second)
         for end in cable.ends:
             script = scripts[end.namespace]
             master = f" master {end.bridge}" if end.bridge else ""
-            script.ip.append(f"link set dev {end.interface}{master} up")
+            script.ip.append(f"link set dev {end.interface}{master} gso_max_size {packet_bytes} up")
             users = routing.users.get((end.namespace, end.interface), ())
             if cable.bytes_per_second and users:
                 pairs = [(wiring.addresses[device_name(a)], wiring.addresses[device_name(b)]) for a, b in users]

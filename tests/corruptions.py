@@ -204,15 +204,18 @@ def cut_elsewhere(program: Program, random: Random) -> Program | None:
     field = "along" if at.step.kind == "all_gather" else "into"
     i = random.randrange(len(at.step.shape))
     dims = [d for d in range(len(at.sizes)) if d not in (*at.step.into, *at.step.along)]
+    before = getattr(at.step, field)
     if field == "into":
         dims = [d for d in dims if at.sizes[d] % at.step.shape[i] == 0]
-    else:  # with nothing between the two dims, pieces come to lie in the same order
-        here = at.step.along[i]
-        dims = [d for d in dims if prod(at.sizes[min(d, here) : max(d, here)]) > 1]
+
+    def pieces(dim: int) -> list[int]:
+        return [size // at.step.shape[i] if field == "into" and d == dim else size for d, size in enumerate(at.sizes)]
+
+    # With nothing between the two dims, pieces come to lie in the same order: that would be the same program.
+    dims = [d for d in dims if prod(pieces(d)[min(d, before[i]) : max(d, before[i])]) > 1]
     dim = _choose(random, dims)
     if dim is None:
         return None
-    before = getattr(at.step, field)
     return _change_step(program, at, replace(at.step, **{field: (*before[:i], dim, *before[i + 1 :])}))
 
 
