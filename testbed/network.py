@@ -15,8 +15,8 @@ from testbed.wiring import FABRIC, Wiring, device_name, wire
 ADDRESS_INTERFACE = "dev0"
 
 CONGESTION_CONTROL = "cubic"
-"""Said with each route, because a namespace may not choose its default freely. bbr, the default here, measures the path
-anew every ten seconds and sends next to nothing meanwhile."""
+"""Said with each route, because a namespace may not choose its default freely. bbr, the default of some
+machines, sends next to nothing for 0.2 s every ten seconds, to measure the path anew (its PROBE_RTT)."""
 
 _SETTINGS = {
     "net/ipv4/conf/all/rp_filter": "0",  # around a ring, answers may take another way

@@ -4,8 +4,8 @@ The bandwidth of a link is what a program's bytes get, so the rate of the wire i
 htb class a link holds the rate. Under it every (source, destination) pair that uses the link has a class of its own,
 so that they share it evenly, byte by byte, whatever their windows are: with one queue for all, two flows got 77 and 23
 of 100 Mbit/s, with bbr, cubic and reno alike; with a class each 49.5 and 50. (Kernels need not have sfq or fq_codel;
-this one has neither.) Acknowledgements without data go before all: behind the data of the other direction, a flow
-that starts while the other direction is busy loses about a tenth of its first second.
+this one has neither.) Acknowledgements without data go before all: when they waited behind the data of the other
+direction, a flow that began second got 19.2 of 20 Mbit/s over its first 1.5 s.
 
     1:1 rate ── 1:2 acknowledgements, ARP
              └─ 1:10, 1:11, ... a pair each, borrowing all but a hundredth from 1:1, in turns of one packet
@@ -13,9 +13,10 @@ that starts while the other direction is busy loses about a tenth of its first s
 Queues are long enough that a flow's window fits: nothing is dropped, as on the lossless networks of real clusters.
 
 What passes for free makes short messages too fast, so it is kept small. It is what an idle link may send at once
-(burst), and the packet that htb lets pass before it waits for it: 10 KB, or a fifth of a millisecond of a faster link;
-and packets of at most a millisecond. 10 KB, 32 KB and 64 KB of burst reached the same 99 % of 20, 100, 400 and 1,000
-Mbit/s, with both cores busy too; 16 KB and packets of 64 KB made a message of 1 MB at 100 Mbit/s 5.5 % too fast.
+(burst), and the packet that htb lets pass before it waits for it: 10 KB, or half a millisecond of a faster link;
+and packets of at most a millisecond. 10 KB, 32 KB and 64 KB of burst all reached 99 % of 20, 100 and 1,000 Mbit/s, and
+of 400 with both cores busy beside; 16 KB and packets of 64 KB made a message of 1 MB at 100 Mbit/s 5.5 % too fast,
+these limits 1.6 %, and one of 4 MB 0.3 %.
 
 All figures [Empirical]: 2-core VM, Linux 6.18, 2026-11-16.
 """

@@ -16,8 +16,9 @@ V100 decide for this form against the sum of both: docs/decisions/0007.) Of the 
 has for a collective the fastest counts, size by size. With n devices in a group and b bytes in a device's array before
 the step, a wire at level l carries for each group that passes it
 
-    ring      the ring's share: 2b(n-1)/n of an all-reduce, b(n-1)/n of a reduce-scatter, b(n-1) of an all-gather,
+    ring      the share: 2b(n-1)/n of an all-reduce, b(n-1)/n of a reduce-scatter, b(n-1) of an all-gather,
               b of a reduce or broadcast; once, since a ring in device order enters and leaves a member once
+    rings     half of it in either direction: the same on a crossbar, half of it on a wire of a ring or torus
     tree      2b of an all-reduce, b where only two members meet (each is root of one half)
     direct    what its devices send to those beyond: inner · (m-1) · inner messages
     root      what the first device of a group receives or sends: (m-1) · inner messages
@@ -42,7 +43,7 @@ from planloom.layout import Digit, Mesh
 SizePrice = Callable[[float], float]
 """Bytes of a device's array before a step → its price."""
 
-Algorithm = Literal["ring", "tree", "direct", "root", "binomial"]
+Algorithm = Literal["ring", "rings", "tree", "direct", "root", "binomial"]
 
 ALGORITHMS: dict[str, dict[StepKind, tuple[Algorithm, ...]]] = {
     "nccl": {
@@ -55,10 +56,10 @@ ALGORITHMS: dict[str, dict[StepKind, tuple[Algorithm, ...]]] = {
         "gather": ("root",),
         "scatter": ("root",),
     },
-    "gloo": {  # as `planloom.execute.wire` uses it: its reduce-scatter is made of messages
+    "gloo": {  # as `planloom.execute.wire` uses it: reduce-scatter and all-gather are made of messages
         "all_reduce": ("ring",),
-        "reduce_scatter": ("direct",),
-        "all_gather": ("ring",),
+        "reduce_scatter": ("rings", "direct"),
+        "all_gather": ("rings", "direct"),
         "all_to_all": ("direct",),
         "reduce": ("ring",),
         "broadcast": ("binomial",),
@@ -87,15 +88,30 @@ class CostLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCost:
-    """Seconds of a step, for any size: the fastest of its lines."""
+    """Seconds of a step, for any size: the fastest of its lines; with `rings_from_bytes`, rings from there on."""
 
     lines: tuple[CostLine, ...]
+    rings_from_bytes: float | None = None
 
     def line(self, num_bytes: float) -> CostLine:
+        if self.rings_from_bytes is not None:
+            uses_rings = num_bytes >= self.rings_from_bytes
+            return next(line for line in self.lines if (line.algorithm == "rings") == uses_rings)
         return min(self.lines, key=lambda line: line.seconds(num_bytes))
 
     def seconds(self, num_bytes: float) -> float:
-        return min(line.seconds(num_bytes) for line in self.lines)
+        return self.line(num_bytes).seconds(num_bytes)
+
+
+RINGS_FROM_BYTES = 256 << 10
+"""The size of a whole array from which `planloom.execute` lays rings on gloo, and below which it sends directly."""
+
+
+def rings_from_bytes(library: str, kind: StepKind, group_size: int) -> float | None:
+    """The size of an array before a step from which it is carried out by rings; None if the library decides."""
+    if "rings" not in ALGORITHMS[library][kind]:
+        return None
+    return RINGS_FROM_BYTES / (group_size if kind == "all_gather" else 1)
 
 
 def step_cost(cluster: Cluster, step: Step) -> StepCost:
@@ -159,7 +175,7 @@ def _cost_of_groups(cluster: Cluster, kind: StepKind, groups: tuple[tuple[int, .
     if geometry is not None and not _has_torus(cluster):
         return _cost_of_geometry(cluster, kind, geometry)
     lines = [_routed_line(cluster, kind, groups, geometry, a) for a in ALGORITHMS[cluster.library][kind]]
-    return StepCost(lines=tuple(lines))
+    return StepCost(lines=tuple(lines), rings_from_bytes=rings_from_bytes(cluster.library, kind, len(groups[0])))
 
 
 @lru_cache(maxsize=16384)
@@ -184,7 +200,8 @@ def _cost_of_geometry(cluster: Cluster, kind: StepKind, geometry: Geometry) -> S
                 busy_seconds_per_byte=tuple(busy),
             )
         )
-    return StepCost(lines=tuple(lines))
+    switch = rings_from_bytes(cluster.library, kind, geometry.group_size)
+    return StepCost(lines=tuple(lines), rings_from_bytes=switch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,7 +239,7 @@ def _wire_bytes(
     m, inner = crossing.members, crossing.inner
     own_uplinks = link.shape == "crossbar" and not link.shared
     match algorithm:
-        case "ring":
+        case "ring" | "rings":
             edge, flows = share.ring, 1
             if own_uplinks and cluster.library == "nccl":
                 edge /= inner
@@ -242,7 +259,9 @@ def _wire_bytes(
             edge, flows = edge * (m - 1), flows * (m - 1)
         multiplicity = 1 if not link.shared else max(_through(wires) for wires in crossing.wires)
         return edge, edge * multiplicity, flows * multiplicity
-    pattern = {"direct": _all_pairs, "root": _from_first}.get(algorithm, _neighbours)
+    if algorithm == "rings":
+        edge /= 2
+    pattern = _PATTERNS.get(algorithm, _neighbours)
     count = cluster.levels[crossing.level].count
     one = max(
         max(_loads(link, count, [(positions, 1)], pattern).values())
@@ -269,12 +288,19 @@ def _neighbours(positions: tuple[int, ...]) -> Iterable[tuple[int, int]]:
     return [(a, positions[(i + 1) % len(positions)]) for i, a in enumerate(positions)]
 
 
+def _both_neighbours(positions: tuple[int, ...]) -> Iterable[tuple[int, int]]:
+    return [*_neighbours(positions), *((b, a) for a, b in _neighbours(positions))]
+
+
 def _all_pairs(positions: tuple[int, ...]) -> Iterable[tuple[int, int]]:
     return [(a, b) for a in positions for b in positions if a != b]
 
 
 def _from_first(positions: tuple[int, ...]) -> Iterable[tuple[int, int]]:
     return [(positions[0], b) for b in positions[1:]]
+
+
+_PATTERNS: dict[Algorithm, Pattern] = {"rings": _both_neighbours, "direct": _all_pairs, "root": _from_first}
 
 
 def _loads(
@@ -302,7 +328,7 @@ def _latency(cluster: Cluster, kind: StepKind, algorithm: Algorithm, geometry: G
 def _num_hops(cluster: Cluster, kind: StepKind, algorithm: Algorithm, crossing: Crossing) -> int:
     both_ways = 2 if kind == "all_reduce" else 1
     match algorithm:
-        case "ring":
+        case "ring" | "rings":
             return both_ways * crossing.outer * (crossing.members - 1)
         case "tree" | "binomial":
             return both_ways * ceil(log2(crossing.members))
@@ -329,7 +355,7 @@ def _routed_line(
     if geometry is not None:
         latency = _latency(cluster, kind, algorithm, geometry)
     else:
-        hops = len(groups[0]) - 1 if algorithm == "ring" else 1
+        hops = len(groups[0]) - 1 if algorithm in ("ring", "rings") else 1
         crossed = [cluster.levels[cluster.crossed_level(group)].link for group in groups]
         latency = max(link.hop_of(kind) * hops + link.start_seconds.get(kind, 0.0) for link in crossed)
     return CostLine(
@@ -361,6 +387,9 @@ def _messages(kind: StepKind, algorithm: Algorithm, groups: tuple[tuple[int, ...
         match algorithm:
             case "ring":
                 messages += [(device, ordered[(i + 1) % n], share.ring) for i, device in enumerate(ordered)]
+            case "rings":
+                ring = [(device, ordered[(i + 1) % n]) for i, device in enumerate(ordered)]
+                messages += [(a, b, share.ring / 2) for a, b in (*ring, *((b, a) for a, b in ring))]
             case "direct":
                 messages += [(a, b, share.message) for a in ordered for b in ordered if a != b]
             case "root" | "binomial":

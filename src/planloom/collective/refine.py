@@ -56,7 +56,7 @@ def is_refinable(source: Layout, target: Layout) -> bool:
 
 def refine(source: Layout, target: Layout, mesh: Mesh, sizes: tuple[int, ...]) -> Refinement:
     """The refinement of a change between two layouts whose splits begin alike."""
-    before, after = _letters(source), _letters(target)
+    before, after = letters_of(source), letters_of(target)
     temporary = [d for d in mesh.digits if before.get(d) == ("P", -1) and after.get(d, ("R", -1)) == ("R", -1)]
     factors: list[tuple[int, ...]] = []
     split_dims: dict[tuple[Digit, int], int] = {}  # (digit, factor) → dim
@@ -92,7 +92,7 @@ def refine(source: Layout, target: Layout, mesh: Mesh, sizes: tuple[int, ...]) -
     return Refinement(factors=tuple(factors), moved=tuple(moved), local_sizes=tuple(local_sizes))
 
 
-def _letters(layout: Layout) -> dict[Digit, tuple[Letter, int]]:
+def letters_of(layout: Layout) -> dict[Digit, tuple[Letter, int]]:
     """The letter of every digit that is not replicated, and the factor that it splits."""
     letters: dict[Digit, tuple[Letter, int]] = {}
     for factor, split in enumerate(layout.splits):

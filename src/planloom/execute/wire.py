@@ -1,9 +1,9 @@
 """Collective programs and exchanges on `torch.distributed`.
 
 torch sorts the ranks of a group, and a layout's order is a tuple: the wire keeps one process group a set of ranks and
-permutes pieces into the order that the program gives. Reduce-scatter is an all-to-all and a local sum, because gloo's
-own is an all-reduce and a chunk, twice the bytes. A collective never writes into a tensor that a run produced: gloo's
-writes do not bump versions, and autograd would not notice.
+permutes pieces into the order that the program gives. On gloo, reduce-scatter and all-gather are made of messages: two
+rings (`rings`), or for small arrays an exchange of all with all. A collective never writes into a tensor that a run
+produced: gloo's writes do not bump versions, and autograd would not notice.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -15,9 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from planloom.collective import Step, local_sizes_after
+from planloom.collective import Step, local_sizes_after, rings_from_bytes
+from planloom.execute.rings import Rings
 from planloom.layout import Box
 from planloom.program import Transfer
+
+# Messages of rings are told from those of exchanges, whose tags are small, and from each other while they can meet.
+_FIRST_RING_TAG, _NUM_RING_TAGS = 1 << 24, 1 << 20
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -45,6 +49,7 @@ class Wire:
         self.device = device
         self.timeout = timedelta(seconds=timeout_seconds)
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._num_started = 0
 
     def create_groups(self, groups: Iterable[tuple[int, ...]]) -> None:
         """Create all groups, in one order on every rank; each set of ranks once."""
@@ -59,6 +64,12 @@ class Wire:
             dist.destroy_process_group(group)
         self._groups.clear()
 
+    def reserve_tags(self, count: int) -> int:
+        """The first of `count` numbers by which messages are told apart; all ranks of a program ask in one order."""
+        first = self._num_started
+        self._num_started += count
+        return first
+
     def run_steps(self, steps: tuple[Step, ...], local: Tensor, sizes: tuple[int, ...]) -> Finish:
         """Carry out a program on a local array with these dims; the last collective may still be under way.
 
@@ -66,12 +77,13 @@ class Wire:
         """
         array = local.reshape(sizes) if local.numel() == prod(sizes) else local
         finish: Finish = lambda: array  # noqa: E731
-        for step in steps:
-            finish = self._start(step, finish(), sizes)
+        tag = self.reserve_tags(len(steps))
+        for i, step in enumerate(steps):
+            finish = self.start_step(step, finish(), sizes, tag + i)
             sizes = local_sizes_after(step, sizes)
         return finish
 
-    def _start(self, step: Step, array: Tensor, sizes: tuple[int, ...]) -> Finish:
+    def start_step(self, step: Step, array: Tensor, sizes: tuple[int, ...], tag: int) -> Finish:
         """Start one step; `sizes` are the dims of the arrays that take part in it."""
         group = step.group_of(self.device)
         if group is None:  # it holds nothing, and waits for a broadcast or scatter
@@ -91,12 +103,14 @@ class Wire:
             case "broadcast":
                 return self._broadcast(array if position == 0 else array.new_empty(sizes), group)
             case "all_gather":
-                return self._all_gather(step, array, group)
+                return self._all_gather(step, array, group, tag)
             case "gather":
                 return self._gather(step, array, group)
             case "scatter":
                 return self._scatter(step, array, sizes, group)
-            case "reduce_scatter" | "all_to_all":
+            case "reduce_scatter":
+                return self._reduce_scatter(step, array, group, tag)
+            case "all_to_all":
                 return self._all_to_all(step, array, group)
 
     def _all_reduce(self, step: Step, array: Tensor, group: tuple[int, ...]) -> Finish:
@@ -117,8 +131,12 @@ class Wire:
             work = dist.broadcast(result, group[0], group=self._group(group), async_op=True)
         return _after(work, lambda: result)
 
-    def _all_gather(self, step: Step, array: Tensor, group: tuple[int, ...]) -> Finish:
+    def _all_gather(self, step: Step, array: Tensor, group: tuple[int, ...], tag: int) -> Finish:
         array = array.contiguous()
+        if self._by_rings(step, array, group):
+            with _on_the_wire():
+                found = self._rings(group, tag).all_gather(array)
+            return lambda: _join(_from_sorted(found, group), step)
         pieces = array.new_empty((len(group), *array.shape))
         with _on_the_wire():
             work = dist.all_gather(list(pieces.unbind()), array, group=self._group(group), async_op=True)
@@ -140,17 +158,51 @@ class Wire:
             work = dist.scatter(part, parts, src=group[0], group=self._group(group), async_op=True)
         return _after(work, lambda: part)
 
-    def _all_to_all(self, step: Step, array: Tensor, group: tuple[int, ...]) -> Finish:
-        """Each member's piece of every array goes to it; then a combination, or all pieces put together."""
+    def _reduce_scatter(self, step: Step, array: Tensor, group: tuple[int, ...], tag: int) -> Finish:
         pieces = _to_sorted(_cut(array, step), group).contiguous()
+        if self._by_rings(step, array, group):
+            combine = torch.add if step.combine == "sum" else torch.maximum
+            with _on_the_wire():
+                result = self._rings(group, tag).reduce_scatter(pieces, combine)
+            return lambda: result
+        if self._is_gloo(group):
+            received = self._exchanged(pieces, group)
+            if step.combine == "max":
+                return lambda: received().amax(0)
+            return lambda: received().sum(0, dtype=pieces.dtype)
+        part = torch.empty_like(pieces[0])
+        with _on_the_wire():
+            work = dist.reduce_scatter(
+                part, list(pieces.unbind()), _OPS[step.combine], group=self._group(group), async_op=True
+            )
+        return _after(work, lambda: part)
+
+    def _all_to_all(self, step: Step, array: Tensor, group: tuple[int, ...]) -> Finish:
+        received = self._exchanged(_to_sorted(_cut(array, step), group).contiguous(), group)
+        return lambda: _join(_from_sorted(received(), group), step)
+
+    def _exchanged(self, pieces: Tensor, group: tuple[int, ...]) -> Finish:
+        """Piece q of every member goes to the member q, in the order of ranks."""
         received = torch.empty_like(pieces)
         with _on_the_wire():
             work = dist.all_to_all_single(received, pieces, group=self._group(group), async_op=True)
-        if step.kind == "all_to_all":
-            return _after(work, lambda: _join(_from_sorted(received, group), step))
-        if step.combine == "max":
-            return _after(work, lambda: received.amax(0))
-        return _after(work, lambda: received.sum(0, dtype=received.dtype))
+        return _after(work, lambda: received)
+
+    def _by_rings(self, step: Step, array: Tensor, group: tuple[int, ...]) -> bool:
+        if not self._is_gloo(group):
+            return False
+        start = rings_from_bytes("gloo", step.kind, len(group))
+        return start is not None and array.numel() * array.element_size() >= start
+
+    def _rings(self, group: tuple[int, ...], tag: int) -> Rings:
+        def wait(work: "dist.Work | None") -> None:
+            assert work is not None
+            work.wait(self.timeout)
+
+        return Rings(sorted(group), self.device, _FIRST_RING_TAG + 2 * (tag % _NUM_RING_TAGS), wait)
+
+    def _is_gloo(self, group: tuple[int, ...]) -> bool:
+        return str(dist.get_backend(self._group(group))) == "gloo"
 
     def _group(self, group: tuple[int, ...]) -> dist.ProcessGroup:
         return self._groups[tuple(sorted(group))]

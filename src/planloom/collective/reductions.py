@@ -1,0 +1,173 @@
+"""The best ways to carry out a change of layout on a cluster, and how far from optimal they can be.
+
+A *choice* is one program, or two different ones for two halves of the array, cut into chunks. A single chunk takes the
+sum of its steps. Several chunks are on their way at once: while one is reduced between nodes the next is reduced inside
+them. With t_s the seconds of step s on one chunk, and b_sl how long it keeps the busiest wire of level l busy,
+
+    rate     = max( max over levels l of the sum of b_sl,  max over group sets of the sum of t_s )    over all chunks
+    seconds  = the longest chunk's sum of t_s  +  rate · (chunks - 1) / chunks
+
+since steps on the same groups run one after another, and all steps at a level share its wires. With one program for all
+chunks this is the first chunk's whole time and then one bottleneck a chunk.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from planloom.cluster import Cluster
+from planloom.collective.bounds import lower_bound_seconds
+from planloom.collective.pricing import digits_cost, seconds_price
+from planloom.collective.steps import LOCAL_KINDS
+from planloom.collective.synthesis import Move, Synthesized, synthesize
+from planloom.errors import LayoutError
+from planloom.layout import Layout, Mesh
+
+NUM_CHUNKS = (1, 2, 4, 8, 16)
+MIN_CHUNK_BYTES = 64 << 10
+"""Below 64 KiB a collective is mostly latency (KNOWLEDGE: such sizes cannot even be priced well)."""
+
+MIN_GAIN = 0.02
+"""More chunks, or a second program, must promise to be this much faster than fewer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One program for all chunks, or two that take turns."""
+
+    programs: tuple[Synthesized, ...]
+    num_chunks: int
+    seconds: float
+
+    @property
+    def lanes(self) -> tuple[Synthesized, ...]:
+        """The program of every chunk."""
+        return tuple(self.programs[i % len(self.programs)] for i in range(self.num_chunks))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reduction:
+    """A change of layout on one mesh: the default (one collective over all digits), the choices, best first."""
+
+    default: Choice
+    choices: tuple[Choice, ...]
+    lower_bound_seconds: float
+
+    @property
+    def best(self) -> Choice:
+        return self.choices[0]
+
+    @property
+    def speedup(self) -> float:
+        return self.default.seconds / self.best.seconds
+
+
+def find_reductions(
+    cluster: Cluster,
+    mesh: Mesh,
+    source: Layout,
+    target: Layout,
+    sizes: tuple[int, ...],
+    *,
+    item_bytes: int = 4,
+    num_best: int = 1,
+    chunked: bool = True,
+) -> Reduction:
+    """The `num_best` best choices; `chunked=False` leaves out pipelining and pairs of programs."""
+    width = max(num_best, _SEARCHED if chunked else 1)
+    found = synthesize(source, target, mesh, sizes, price=seconds_price(cluster), item_bytes=item_bytes, num_best=width)
+    if not found[0].moves:
+        raise LayoutError("nothing is to be done", given=str(source), required="a target that differs from the source")
+    estimate = _Estimate(cluster, mesh)
+    choices = [_best_chunking(estimate, (program,), chunked) for program in found]
+    if chunked:
+        pairs = combinations([program for program in found[:_PAIRED] if len(program.moves) > 1], 2)
+        choices += [_best_chunking(estimate, pair, chunked) for pair in pairs if _differ_at_first(*pair)]
+    ranked = sorted(choices, key=lambda choice: (choice.seconds, len(choice.programs), choice.num_chunks))
+    return Reduction(
+        default=_default(estimate, source, target, mesh, sizes, item_bytes),
+        choices=_worthwhile(ranked)[:num_best],
+        lower_bound_seconds=lower_bound_seconds(cluster, mesh, source, target, sizes, item_bytes=item_bytes),
+    )
+
+
+_SEARCHED = 24  # programs whose chunking is tried
+_PAIRED = 12  # programs that are tried in pairs
+
+
+def _default(
+    estimate: "_Estimate", source: Layout, target: Layout, mesh: Mesh, sizes: tuple[int, ...], item_bytes: int
+) -> Choice:
+    """The shortest program: one collective over all digits, wherever one collective does it."""
+    (shortest,) = synthesize(
+        source, target, mesh, sizes, price=lambda *_: lambda num_bytes: 1.0, item_bytes=item_bytes, num_best=1
+    )
+    return Choice(programs=(shortest,), num_chunks=1, seconds=estimate.seconds((shortest,), 1))
+
+
+def _differ_at_first(first: Synthesized, second: Synthesized) -> bool:
+    return {m.digit for m in first.moves[0].digits} != {m.digit for m in second.moves[0].digits}
+
+
+def _best_chunking(estimate: "_Estimate", programs: tuple[Synthesized, ...], chunked: bool) -> Choice:
+    """The fewest chunks than which more promise no worthwhile gain."""
+    num_bytes = min(program.moves[0].num_bytes for program in programs)
+    best: Choice | None = None
+    for num_chunks in NUM_CHUNKS:
+        if num_chunks % len(programs):
+            continue
+        if best is not None and (not chunked or num_bytes / num_chunks < MIN_CHUNK_BYTES):
+            break
+        seconds = estimate.seconds(programs, num_chunks)
+        if best is None or seconds < best.seconds * (1 - MIN_GAIN):
+            best = Choice(programs=programs, num_chunks=num_chunks, seconds=seconds)
+    assert best is not None
+    return best
+
+
+def _worthwhile(ranked: Sequence[Choice]) -> tuple[Choice, ...]:
+    """Put a simpler choice first where a more complicated one promises no worthwhile gain."""
+    best = ranked[0]
+    simpler = [c for c in ranked if c.seconds * (1 - MIN_GAIN) <= best.seconds]
+    first = min(simpler, key=lambda c: (len(c.programs), c.num_chunks > 1, sum(len(p.moves) for p in c.programs)))
+    return (first, *(choice for choice in ranked if choice is not first))
+
+
+class _Estimate:
+    """Seconds of programs in chunks on one mesh."""
+
+    def __init__(self, cluster: Cluster, mesh: Mesh) -> None:
+        self.cluster, self.mesh = cluster, mesh
+        self.price = seconds_price(cluster)
+
+    def seconds(self, programs: tuple[Synthesized, ...], num_chunks: int) -> float:
+        if len(programs) == 1 and num_chunks == 1:
+            return sum(self._step_seconds(move, 1) for move in programs[0].moves)
+        levels: dict[int, float] = {}
+        groups: dict[object, float] = {}
+        longest = 0.0
+        for program in programs:
+            share = num_chunks / len(programs)
+            chunk = 0.0
+            for move in program.moves:
+                seconds = self._step_seconds(move, num_chunks)
+                chunk += seconds
+                key = (tuple(m.digit for m in move.digits), move.masters)
+                groups[key] = groups.get(key, 0.0) + seconds * share
+                for level, busy in self._busy(move, num_chunks):
+                    levels[level] = levels.get(level, 0.0) + busy * share
+            longest = max(longest, chunk)
+        rate = max((*levels.values(), *groups.values()))
+        return longest + rate * (num_chunks - 1) / num_chunks
+
+    def _step_seconds(self, move: Move, num_chunks: int) -> float:
+        digits = tuple(m.digit for m in move.digits)
+        return self.price(self.mesh, move.kind, digits, move.masters)(move.num_bytes / num_chunks)
+
+    def _busy(self, move: Move, num_chunks: int) -> list[tuple[int, float]]:
+        if move.kind in LOCAL_KINDS:
+            return []
+        digits = tuple(m.digit for m in move.digits)
+        num_bytes = move.num_bytes / num_chunks
+        line = digits_cost(self.cluster, self.mesh, move.kind, digits, move.masters).line(num_bytes)
+        return [(level, per_byte * num_bytes) for level, per_byte in line.busy_seconds_per_byte]
