@@ -4,11 +4,13 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 from testbed.errors import TestbedError
 
 _SEARCH_PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 _INSTALL_SECONDS = 300
+_CAP_NET_ADMIN, _CAP_SYS_ADMIN = 12, 21  # linux/capability.h
 
 
 def missing() -> str:
@@ -17,8 +19,17 @@ def missing() -> str:
         return f"network namespaces are Linux's, and this is {sys.platform}"
     if os.geteuid() != 0:
         return "network namespaces need root"
+    if not _may_build():
+        return "this root may not build network namespaces (a container without --privileged)"
     lacking = [tool for tool in ("ip", "tc") if shutil.which(tool, path=_SEARCH_PATH) is None]
     return f"{' and '.join(lacking)} of iproute2 not found" if lacking else ""
+
+
+def _may_build() -> bool:
+    """Whether this process has CAP_SYS_ADMIN and CAP_NET_ADMIN."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    effective = int(status.partition("CapEff:")[2].split()[0], 16)
+    return all(effective >> number & 1 for number in (_CAP_SYS_ADMIN, _CAP_NET_ADMIN))
 
 
 def require() -> None:

@@ -48,7 +48,9 @@ def finish(running: subprocess.Popen[str]) -> tuple[str, str]:
     return running.communicate(timeout=LIMIT_SECONDS)
 
 
-@pytest.mark.parametrize("rank_program", [STUBBORN, DEAF], ids=["stubborn", "deaf"])
+@pytest.mark.parametrize(
+    "rank_program", [pytest.param(STUBBORN, id="stubborn"), pytest.param(DEAF, id="deaf", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 def test_a_testbed_that_is_killed_leaves_nothing(number: signal.Signals, rank_program: str, traces: Traces) -> None:
     running = start(CLUSTER, "--", "bash", "-c", rank_program)

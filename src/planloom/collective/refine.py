@@ -114,7 +114,7 @@ def _fitting(digits: list[Digit], size: int) -> list[Digit]:
 def waypoints(source: Layout, target: Layout, sizes: tuple[int, ...]) -> Iterator[Layout]:
     """Layouts from which and to which a change is refinable, where the change itself is not.
 
-    The digits in conflict are replicated, or wait in another factor.
+    The digits in conflict are replicated, or wait in another factor; sums are combined before or after.
     """
     common: list[tuple[Digit, ...]] = []
     waiting: list[Digit] = []
@@ -122,7 +122,11 @@ def waypoints(source: Layout, target: Layout, sizes: tuple[int, ...]) -> Iterato
         length = next((i for i, (a, b) in enumerate(zip(s, t, strict=False)) if a != b), min(len(s), len(t)))
         common.append(s if s[: len(t)] == t[: len(s)] else s[:length])
         waiting += s[len(common[-1]) :]
-    yield _with_splits(source, tuple(common))
+    replicated = _with_splits(source, tuple(common))
+    yield replicated
+    if source.partial != target.partial:
+        kept = tuple(digit for digit in source.partial if digit in target.partial)
+        yield Layout(splits=replicated.splits, partial=kept, combine=source.combine, master=source.master)
     for host, split in enumerate(common):
         splits = tuple((*split, *waiting) if i == host else c for i, c in enumerate(common))
         through = _with_splits(source, splits)

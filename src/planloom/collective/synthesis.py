@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations, count
-from math import prod
+from math import inf, prod
 from typing import NamedTuple
 
 from planloom.collective.pricing import SizePrice, master_groups
@@ -27,7 +27,7 @@ from planloom.errors import LayoutError
 from planloom.layout import Combine, Digit, Layout, Mesh
 
 DigitsPrice = Callable[[Mesh, StepKind, tuple[Digit, ...], tuple[Digit, ...]], SizePrice]
-"""(mesh, kind, digits of the groups, master digits) → the price of such a step for every size."""
+"""(mesh, kind, digits of the groups, master digits) → the price of such a step for every size; inf: it cannot be."""
 
 # A step that sends nothing still has a tiny price, so that no program holds more of them than it needs.
 _LOCAL_PRICE = 1e-9
@@ -233,6 +233,8 @@ class _Search:
                 if times_seen.get(after, 0) >= num_best or after in states:
                     continue
                 step = self._price(kind, chosen, masters)(num_bytes)
+                if step == inf:  # a step that cannot be
+                    continue
                 longer = _Path(path, kind, chosen, masters, num_bytes)
                 on_path = states | {after} if num_best > 1 else states
                 ranked = max(rank, price + step) * (1 + _TIE)
