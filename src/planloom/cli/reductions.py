@@ -48,6 +48,7 @@ _GOALS = {
     ("master", "whole"): "broadcast",
     ("master", "shard"): "scatter",
 }
+_UNNAMED = "change of layout"
 
 
 def register(app: typer.Typer) -> None:
@@ -68,9 +69,9 @@ class Goal:
 
     @property
     def name(self) -> str:
-        """`all-reduce`, or `change of layout` where no single collective is meant."""
+        """`all-reduce`, say; or a name for all that no single collective does."""
         moves = {(_kind(self.before[a]), _kind(self.after[a])) for a in self.before if self.before[a] != self.after[a]}
-        return _GOALS.get(moves.pop(), "change of layout") if len(moves) == 1 else "change of layout"
+        return _GOALS.get(moves.pop(), _UNNAMED) if len(moves) == 1 else _UNNAMED
 
     @property
     def num_dims(self) -> int:
@@ -115,7 +116,8 @@ def reduce_command(
     ] = "partial",
     after: Annotated[str, typer.Option("--to", help="After: whole, shard:N, master, partial; or by axis.")] = "whole",
     placement: Annotated[
-        str | None, typer.Option("--placement", help="Only this one: '[[4,1],[1,16]]', a row an axis, a column a level.")
+        str | None,
+        typer.Option("--placement", help="Only this one: '[[4,1],[1,16]]', a row an axis, a column a level."),
     ] = None,
     top: Annotated[int, typer.Option("--top", min=1, help="Show so many choices for each placement.")] = 1,
     chunks: Annotated[
@@ -130,8 +132,9 @@ def reduce_command(
 ) -> None:
     """Find the fastest program of collectives for a reduction, on every placement of the axes over the levels.
 
-    Shown are the default (one collective), the best program, and a time that no program can beat. Devices that differ
-    in axes outside --over do the same at the same time, over the same links.
+    Shown are the default (one collective), the best program, and a time that no program can beat.
+
+    Devices that differ in axes outside --over do the same at the same time, over the same links.
     """
     machine, sizes = load_cluster(cluster, num_outer=nodes), parse_sizes(axes, option="--axes")
     goal = parse_goal(parse_over(over, sizes), before, after)
@@ -145,7 +148,8 @@ def reduce_command(
             bar.update(len(found), len(placements))
     levels = [level.name for level in machine.levels]
     whole_bytes = prod(shape) * item_bytes
-    title = f"{goal.name} of {format_bytes(whole_bytes)} over {over} on {_told(machine)}"
+    change = goal.name if goal.name != _UNNAMED else f"change from {before} to {after}"
+    title = f"{change} of {format_bytes(whole_bytes)} over {over} on {_told(machine)}"
     ranked = sorted(found, key=lambda placed: placed.reduction.best.seconds)
     shown = ranked[: limit or None]
     if picture is not None:
@@ -156,7 +160,7 @@ def reduce_command(
         "levels": {level.name: level.count for level in machine.levels},
         "axes": sizes,
         "over": list(goal.before),
-        "goal": {"name": goal.name.replace("-", "_"), "from": before, "to": after},
+        "goal": {"name": goal.name.replace("-", "_").replace(" ", "_"), "from": before, "to": after},
         "bytes": whole_bytes,
         "bytes_given": given_bytes,
         "dtype": dtype,
@@ -322,7 +326,7 @@ def _place(
             "no single program connects the two layouts",
             given=f"from {source} to {target}",
             required="splits of a dim that begin alike before and after",
-            todo="name first in --over the axis that splits this dim before and after",
+            todo="name the axis that splits this dim before and after first in --over, or ask for two changes in turn",
         )
     reduction = find_reductions(
         cluster, mesh, source, target, shape, item_bytes=item_bytes, num_best=num_best, chunked=chunked
@@ -395,7 +399,10 @@ def _summary(ranked: Sequence[PlacedReduction], num_shown: int, given_bytes: int
         lines[0] += f"; the first {num_shown} are shown, --limit 0 shows all"
     if len(ranked) > 1:
         spread = ranked[-1].reduction.best.seconds / ranked[0].reduction.best.seconds
-        lines.append(f"the slowest placement takes {spread:.3g}× as long as the fastest, each with its best program")
+        if spread > 1.005:
+            lines.append(
+                f"the slowest placement takes {spread:.3g}× as long as the fastest, each with its best program"
+            )
     if ranked[0].verified:
         lines.append("verified: every program shown leaves on every device what it must")
     else:

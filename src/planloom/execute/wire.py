@@ -116,19 +116,19 @@ class Wire:
     def _all_reduce(self, step: Step, array: Tensor, group: tuple[int, ...]) -> Finish:
         result = array.clone(memory_format=torch.contiguous_format)
         with _on_the_wire():
-            work = dist.all_reduce(result, _OPS[step.combine], group=self._group(group), async_op=True)
+            work = dist.all_reduce(result, _OPS[step.combine], group=self.process_group(group), async_op=True)
         return _after(work, lambda: result)
 
     def _reduce(self, step: Step, array: Tensor, group: tuple[int, ...]) -> Finish:
         result = array.clone(memory_format=torch.contiguous_format)
         with _on_the_wire():
-            work = dist.reduce(result, group[0], _OPS[step.combine], group=self._group(group), async_op=True)
+            work = dist.reduce(result, group[0], _OPS[step.combine], group=self.process_group(group), async_op=True)
         return _after(work, lambda: result)
 
     def _broadcast(self, array: Tensor, group: tuple[int, ...]) -> Finish:
         result = array.clone(memory_format=torch.contiguous_format)
         with _on_the_wire():
-            work = dist.broadcast(result, group[0], group=self._group(group), async_op=True)
+            work = dist.broadcast(result, group[0], group=self.process_group(group), async_op=True)
         return _after(work, lambda: result)
 
     def _all_gather(self, step: Step, array: Tensor, group: tuple[int, ...], tag: int) -> Finish:
@@ -139,7 +139,7 @@ class Wire:
             return lambda: _join(_from_sorted(found, group), step)
         pieces = array.new_empty((len(group), *array.shape))
         with _on_the_wire():
-            work = dist.all_gather(list(pieces.unbind()), array, group=self._group(group), async_op=True)
+            work = dist.all_gather(list(pieces.unbind()), array, group=self.process_group(group), async_op=True)
         return _after(work, lambda: _join(_from_sorted(pieces, group), step))
 
     def _gather(self, step: Step, array: Tensor, group: tuple[int, ...]) -> Finish:
@@ -147,7 +147,7 @@ class Wire:
         pieces = array.new_empty((len(group) if is_root else 0, *array.shape))
         with _on_the_wire():
             parts = list(pieces.unbind()) if is_root else None
-            work = dist.gather(array, parts, dst=group[0], group=self._group(group), async_op=True)
+            work = dist.gather(array, parts, dst=group[0], group=self.process_group(group), async_op=True)
         return _after(work, lambda: _join(_from_sorted(pieces, group), step) if is_root else array)
 
     def _scatter(self, step: Step, array: Tensor, sizes: tuple[int, ...], group: tuple[int, ...]) -> Finish:
@@ -155,7 +155,7 @@ class Wire:
         with _on_the_wire():
             pieces = _to_sorted(_cut(array, step), group).contiguous() if self.device == group[0] else None
             parts = None if pieces is None else list(pieces.unbind())
-            work = dist.scatter(part, parts, src=group[0], group=self._group(group), async_op=True)
+            work = dist.scatter(part, parts, src=group[0], group=self.process_group(group), async_op=True)
         return _after(work, lambda: part)
 
     def _reduce_scatter(self, step: Step, array: Tensor, group: tuple[int, ...], tag: int) -> Finish:
@@ -173,7 +173,7 @@ class Wire:
         part = torch.empty_like(pieces[0])
         with _on_the_wire():
             work = dist.reduce_scatter(
-                part, list(pieces.unbind()), _OPS[step.combine], group=self._group(group), async_op=True
+                part, list(pieces.unbind()), _OPS[step.combine], group=self.process_group(group), async_op=True
             )
         return _after(work, lambda: part)
 
@@ -185,7 +185,7 @@ class Wire:
         """Piece q of every member goes to the member q, in the order of ranks."""
         received = torch.empty_like(pieces)
         with _on_the_wire():
-            work = dist.all_to_all_single(received, pieces, group=self._group(group), async_op=True)
+            work = dist.all_to_all_single(received, pieces, group=self.process_group(group), async_op=True)
         return _after(work, lambda: received)
 
     def _by_rings(self, step: Step, array: Tensor, group: tuple[int, ...]) -> bool:
@@ -202,9 +202,10 @@ class Wire:
         return Rings(sorted(group), self.device, _FIRST_RING_TAG + 2 * (tag % _NUM_RING_TAGS), wait)
 
     def _is_gloo(self, group: tuple[int, ...]) -> bool:
-        return str(dist.get_backend(self._group(group))) == "gloo"
+        return str(dist.get_backend(self.process_group(group))) == "gloo"
 
-    def _group(self, group: tuple[int, ...]) -> dist.ProcessGroup:
+    def process_group(self, group: tuple[int, ...]) -> dist.ProcessGroup:
+        """torch's group of these ranks, which `create_groups` made."""
         return self._groups[tuple(sorted(group))]
 
     # -- exchanges between stages

@@ -46,19 +46,25 @@ def times_bound(choice: Choice, reduction: Reduction) -> float | None:
 
 def choice_words(choice: Choice, levels: Sequence[str]) -> str:
     """`reduce-scatter gpu×16 → all-reduce node×4 → all-gather gpu×16, 8 chunks`."""
-    programs = (" → ".join(_move_words(move, levels) for move in program.moves) for program in choice.programs)
+    moves = [move for program in choice.programs for move in program.moves]
+    at_level: dict[int, set[Digit]] = {}
+    for move in moves:
+        for moved in move.digits:
+            at_level.setdefault(moved.digit.index, set()).add(moved.digit)
+
+    def words(move: Move) -> str:
+        digits = [moved.digit for moved in move.digits]
+        # Where only some of a level's digits take part, the axes tell which.
+        over = "·".join(
+            ("" if at_level[digit.index] <= set(digits) else f"{digit.axis}:") + f"{levels[digit.index]}×{digit.size}"
+            for digit in digits
+        )
+        masters = "·".join(dict.fromkeys(levels[digit.index] for digit in move.masters))
+        return f"{move.kind.replace('_', '-')} {over}" + (f" (first {masters})" if masters else "")
+
+    programs = (" → ".join(map(words, program.moves)) for program in choice.programs)
     chunks = f", {choice.num_chunks} chunks" if choice.num_chunks > 1 else ""
     return " | ".join(programs) + chunks
-
-
-def _move_words(move: Move, levels: Sequence[str]) -> str:
-    over = _digits_words(tuple(moved.digit for moved in move.digits), levels)
-    masters = "·".join(dict.fromkeys(levels[digit.index] for digit in move.masters))
-    return f"{move.kind.replace('_', '-')} {over}" + (f" (first {masters})" if masters else "")
-
-
-def _digits_words(digits: Sequence[Digit], levels: Sequence[str]) -> str:
-    return "·".join(f"{levels[digit.index]}×{digit.size}" for digit in digits)
 
 
 # --- a terminal
@@ -67,7 +73,7 @@ def _digits_words(digits: Sequence[Digit], levels: Sequence[str]) -> str:
 def reductions_table(found: Sequence[PlacedReduction], *, title: str) -> Table:
     """One row a placement; the fastest is marked."""
     table = Table(title=escape(title), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("#", "placement", "default", "best", "speed-up", "lower bound", "best / bound"):
+    for name in ("#", "placement", "default", "best", "speed-up", "bound", "best/bound"):
         table.add_column(name, justify="left" if name == "placement" else "right", no_wrap=name != "placement")
     fastest = min(placed.reduction.best.seconds for placed in found)
     for placed in found:
@@ -96,19 +102,16 @@ def reductions_bars(found: Sequence[PlacedReduction], levels: Sequence[str]) -> 
         for name, choice, color in (("default", reduction.default, "white"), ("best", reduction.best, "cyan")):
             bar = Bar(longest, 0, choice.seconds, width=_BAR_WIDTH, color=color)
             bars.add_row(Text(name, style="dim"), bar, format_seconds(choice.seconds))
-        words = Text(choice_words(reduction.best, levels), style=_BEST_STYLE)
+        words = Text(choice_words(reduction.best, levels), style="cyan")
         parts += [heading, Padding(Group(words, bars), (0, 0, 1, 2))]
     return Group(*parts)
-
-
-_BEST_STYLE = "cyan"
 
 
 def choices_table(placed: PlacedReduction, levels: Sequence[str]) -> Table:
     """The best choices for one placement, fastest first; the one that is recommended is marked."""
     title = f"{placed.number}: {escape(str(placed.placement))}, the fastest choices"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("", "seconds", "speed-up", "/ bound"):
+    for name in ("", "time", "speed-up", "time/bound"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("program", overflow="fold")
     reduction = placed.reduction
