@@ -20,7 +20,7 @@ from rich.table import Table
 
 from benchmarks.bars import Bar, Outcome, run_benchmark
 from benchmarks.testbed_cases import QUICK, TOPOLOGIES, Case, Topology, find_cases, is_default
-from planloom.cluster import Cluster, cluster_to_yaml, load_cluster
+from planloom.cluster import COLLECTIVES, Cluster, cluster_to_yaml, load_cluster
 from testbed import Testbed
 
 _RUN_LIMIT_SECONDS = 2400
@@ -136,7 +136,10 @@ def _on_ranks(testbed: Testbed, arguments: list[str], out: Path) -> list[list[fl
 
 
 def calibrated(cluster: Cluster, links: list[dict[str, float]]) -> Cluster:  # type: ignore[type-arg]
-    """The cluster with the bandwidths and latencies of messages between two devices."""
+    """The cluster with the bandwidths and latencies of messages between two devices.
+
+    A collective is handed to a thread before its first message: it starts with one more latency.
+    """
     levels = [
         dataclasses.replace(
             level,
@@ -144,6 +147,7 @@ def calibrated(cluster: Cluster, links: list[dict[str, float]]) -> Cluster:  # t
                 level.link,
                 bandwidth_bytes_per_second=measured["bandwidth"],
                 latency_seconds=measured["latency"],
+                start_seconds=dict.fromkeys(COLLECTIVES, measured["latency"]) if level is cluster.levels[-1] else {},
             ),
         )
         for level, measured in zip(cluster.levels, links, strict=True)

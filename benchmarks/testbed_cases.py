@@ -1,7 +1,7 @@
 """The cases of `reductions_testbed`: topologies, axis sets, placements and sizes, fixed before anything is measured.
 
-Each topology is a cluster file of testbed/clusters. Its axis sets are laid over it in all placements, and every axis of
-every placement is reduced over.
+Each topology is a cluster file of benchmarks/clusters. Its axis sets are laid over it in all placements, and every axis
+of every placement is reduced over.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from planloom.cluster import Cluster
 from planloom.collective import Choice, Reduction, find_reductions
 from planloom.layout import Digit, Layout, Mesh, Placement, enumerate_placements, mesh_of
 
-CLUSTERS = Path(__file__).parents[1] / "testbed" / "clusters"
+CLUSTERS = Path(__file__).parent / "clusters"
 NUM_BEST = 20
 ITEM_BYTES = 4
 
@@ -34,12 +34,12 @@ _EIGHT = ({"data": 8}, {"data": 4, "model": 2}, {"data": 2, "model": 4})
 _SIXTEEN = ({"data": 16}, {"data": 4, "model": 4}, {"data": 8, "model": 2})
 
 TOPOLOGIES = (
-    Topology(name="two-level-shared", kind="shared uplinks", axis_sets=_EIGHT, num_bytes=4 << 20),
-    Topology(name="two-level-uplinks", kind="one uplink a device", axis_sets=_EIGHT, num_bytes=4 << 20),
-    Topology(name="three-level-2x2x2", kind="three levels", axis_sets=_EIGHT, num_bytes=4 << 20),
+    Topology(name="shared-2x4", kind="shared uplinks", axis_sets=_EIGHT, num_bytes=4 << 20),
+    Topology(name="uplinks-2x4", kind="one uplink a device", axis_sets=_EIGHT, num_bytes=4 << 20),
+    Topology(name="three-2x2x2", kind="three levels", axis_sets=_EIGHT, num_bytes=4 << 20),
     Topology(name="torus-4x4", kind="torus", axis_sets=_SIXTEEN, num_bytes=4 << 20),
 )
-QUICK = (Topology(name="two-level-shared", kind="shared uplinks", axis_sets=_EIGHT[:1], num_bytes=4 << 20),)
+QUICK = (Topology(name="shared-2x4", kind="shared uplinks", axis_sets=_EIGHT[:1], num_bytes=4 << 20),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

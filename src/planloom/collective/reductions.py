@@ -5,10 +5,12 @@ sum of its steps. Several chunks are on their way at once: while one is reduced 
 them. With t_s the seconds of step s on one chunk, and b_sl how long it keeps the busiest wire of level l busy,
 
     rate     = max( max over levels l of the sum of b_sl,  max over group sets of the sum of t_s )    over all chunks
-    seconds  = the longest chunk's sum of t_s  +  rate · (chunks - 1) / chunks
+    rest     = the sum of all t_s, less the rate
+    seconds  = the longest chunk's sum of t_s  +  (rate + loss · rest) · (chunks - 1) / chunks
 
 since steps on the same groups run one after another, and all steps at a level share its wires. With one program for all
-chunks this is the first chunk's whole time and then one bottleneck a chunk.
+chunks this is the first chunk's whole time and then one bottleneck a chunk. What is done beside the bottleneck is not
+quite free: a share of it, `OVERLAP_LOSS`, is lost.
 """
 
 from collections.abc import Sequence
@@ -24,10 +26,13 @@ from planloom.errors import LayoutError
 from planloom.layout import Layout, Mesh
 
 NUM_CHUNKS = (1, 2, 4, 8, 16)
-MIN_CHUNK_BYTES = 64 << 10
-"""Below 64 KiB a collective is mostly latency (KNOWLEDGE: such sizes cannot even be priced well)."""
+MIN_CHUNK_BYTES = 256 << 10
+"""Smaller collectives are mostly latency, and cannot be priced well."""
 
-MIN_GAIN = 0.02
+OVERLAP_LOSS = 0.1
+"""[Empirical] On the testbed (2 cores, gloo, 2026-11-16), chunks of two-level reductions."""
+
+MIN_GAIN = 0.03
 """More chunks, or a second program, must promise to be this much faster than fewer."""
 
 
@@ -75,14 +80,20 @@ def find_reductions(
 ) -> Reduction:
     """The `num_best` best choices; `chunked=False` leaves out pipelining and pairs of programs."""
     width = max(num_best, _SEARCHED if chunked else 1)
-    found = synthesize(source, target, mesh, sizes, price=seconds_price(cluster), item_bytes=item_bytes, num_best=width)
+    price = seconds_price(cluster)
+    found = synthesize(source, target, mesh, sizes, price=price, item_bytes=item_bytes, num_best=width, detours=False)
+    (cheapest,) = synthesize(source, target, mesh, sizes, price=price, item_bytes=item_bytes)
+    if cheapest.price < found[0].price * (1 - MIN_GAIN):
+        found = (cheapest, *found)
     if not found[0].moves:
         raise LayoutError("nothing is to be done", given=str(source), required="a target that differs from the source")
     estimate = _Estimate(cluster, mesh)
     choices = [_best_chunking(estimate, (program,), chunked) for program in found]
     if chunked:
         pairs = combinations([program for program in found[:_PAIRED] if len(program.moves) > 1], 2)
-        choices += [_best_chunking(estimate, pair, chunked) for pair in pairs if _differ_at_first(*pair)]
+        single = min(choice.seconds for choice in choices)
+        paired = [_best_chunking(estimate, pair, chunked) for pair in pairs if _differ_at_first(*pair)]
+        choices += [choice for choice in paired if choice.seconds < single * (1 - MIN_GAIN)]
     ranked = sorted(choices, key=lambda choice: (choice.seconds, len(choice.programs), choice.num_chunks))
     return Reduction(
         default=_default(estimate, source, target, mesh, sizes, item_bytes),
@@ -158,7 +169,8 @@ class _Estimate:
                     levels[level] = levels.get(level, 0.0) + busy * share
             longest = max(longest, chunk)
         rate = max((*levels.values(), *groups.values()))
-        return longest + rate * (num_chunks - 1) / num_chunks
+        rest = max(0.0, sum(groups.values()) - rate)
+        return longest + (rate + OVERLAP_LOSS * rest) * (num_chunks - 1) / num_chunks
 
     def _step_seconds(self, move: Move, num_chunks: int) -> float:
         digits = tuple(m.digit for m in move.digits)

@@ -138,8 +138,13 @@ def synthesize(
     price: DigitsPrice = volume_price,
     item_bytes: int = 4,
     num_best: int = 1,
+    detours: bool = True,
 ) -> tuple[Synthesized, ...]:
-    """The `num_best` cheapest programs, cheapest first; fewer if there are no more."""
+    """The `num_best` cheapest programs, cheapest first; fewer if there are no more.
+
+    `detours=False` leaves out programs that reduce to a master and scatter from it where a reduce-scatter would do, or
+    gather and broadcast where an all-gather would: more bytes, and better only where measured figures are odd.
+    """
     source, target = _canonical(source), _canonical(target)
     source.local_sizes(sizes), target.local_sizes(sizes)  # refuse what is not even
     if source.partial and target.partial and source.combine != target.combine:
@@ -152,7 +157,8 @@ def synthesize(
             todo="go through a third layout: change_layout does",
         )
     refinement = refine(source, target, mesh, sizes)
-    search = _Search(refinement, mesh, price, item_bytes, combine=source.combine if source.partial else target.combine)
+    combine = source.combine if source.partial else target.combine
+    search = _Search(refinement, mesh, price, item_bytes, combine, detours)
     found = tuple(search.run(num_best))
     if not found:
         raise LayoutError("no program of collectives connects two layouts", given=str(source), required=str(target))
@@ -194,9 +200,19 @@ def _leads_on(kind: StepKind, moved: MovedDigit, after: Letter, combine: Combine
             return moved.target != "P"
 
 
+def _is_detour(kind: StepKind, moved: MovedDigit) -> bool:
+    return (kind == "scatter" and moved.source != "M") or (kind == "gather" and moved.target != "M")
+
+
 class _Search:
     def __init__(
-        self, refinement: Refinement, mesh: Mesh, price: DigitsPrice, item_bytes: int, combine: Combine
+        self,
+        refinement: Refinement,
+        mesh: Mesh,
+        price: DigitsPrice,
+        item_bytes: int,
+        combine: Combine,
+        detours: bool,
     ) -> None:
         self.refinement, self.mesh, self.price_of, self.combine = refinement, mesh, price, combine
         self.moved = refinement.moved
@@ -207,7 +223,7 @@ class _Search:
             (kind, i)
             for kind, _, after in _EDGES
             for i, moved in enumerate(self.moved)
-            if _leads_on(kind, moved, after, combine)
+            if _leads_on(kind, moved, after, combine) and (detours or not _is_detour(kind, moved))
         }
 
     def run(self, num_best: int) -> Iterator[Synthesized]:
