@@ -10,17 +10,21 @@ import dataclasses
 import json
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import msgspec
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from benchmarks.bars import Bar, Outcome, run_benchmark
 from benchmarks.testbed_cases import QUICK, TOPOLOGIES, Case, Topology, find_cases, is_default
 from planloom.cluster import COLLECTIVES, Cluster, cluster_to_yaml, load_cluster
+from planloom.collective import Synthesized
 from testbed import Testbed
 
 _RUN_LIMIT_SECONDS = 2400
@@ -74,30 +78,34 @@ def measure(arguments: argparse.Namespace) -> Outcome:
     with Progress(*columns, disable=arguments.json or not sys.stderr.isatty(), transient=True) as progress:
         for topology in topologies:
             task = progress.add_task(topology.name)
-            rows, document = measure_topology(topology, lambda text, t=task: progress.update(t, description=text))
+            rows, document = measure_topology(topology, partial(_say, progress, task))
             found += rows
             documents.append(document)
     return report(found, documents)
 
 
-def measure_topology(topology: Topology, say: "object") -> tuple[list[Measured], dict[str, object]]:
+def _say(progress: Progress, task: TaskID, text: str) -> None:
+    progress.update(task, description=text)
+
+
+def measure_topology(topology: Topology, say: Callable[[str], None]) -> tuple[list[Measured], dict[str, object]]:
     """Calibrate, predict, and only then measure."""
     nominal = load_cluster(topology.path)
     with tempfile.TemporaryDirectory() as name, Testbed(topology.path) as testbed:
         folder = Path(name)
-        say(f"{topology.name}: links")  # type: ignore[operator]
+        say(f"{topology.name}: links")
         links = _on_ranks(testbed, ["links"], folder / "links.json")
         cluster = calibrated(nominal, links)
         cases = find_cases(topology, cluster)
         predictions = folder / "cases.json"
         predictions.write_bytes(msgspec.json.encode(cases))
-        say(f"{topology.name}: {len(cases)} cases")  # type: ignore[operator]
+        say(f"{topology.name}: {len(cases)} cases")
         times = _on_ranks(testbed, ["cases", str(predictions)], folder / "times.json")
     rows = []
     for case, row in zip(cases, times, strict=True):
         seconds = [row[-1] if is_default(choice) else s for choice, s in zip(case.choices, row[:-1], strict=True)]
         rows.append(Measured(topology=topology, case=case, seconds=tuple(seconds), default_seconds=row[-1]))
-    document = {
+    document: dict[str, object] = {
         "topology": topology.name,
         "links": links,
         "cluster": cluster_to_yaml(cluster),
@@ -119,23 +127,22 @@ def measure_topology(topology: Topology, say: "object") -> tuple[list[Measured],
     return rows, document
 
 
-def _words(programs: tuple[object, ...]) -> str:
+def _words(programs: tuple[Synthesized, ...]) -> str:
     return " | ".join(
-        ", ".join(f"{m.kind} {'·'.join(str(d.digit) for d in m.digits)}" for m in program.moves)  # type: ignore[attr-defined]
-        for program in programs
+        ", ".join(f"{m.kind} {'·'.join(str(d.digit) for d in m.digits)}" for m in program.moves) for program in programs
     )
 
 
-def _on_ranks(testbed: Testbed, arguments: list[str], out: Path) -> list[list[float]]:
+def _on_ranks(testbed: Testbed, arguments: list[str], out: Path) -> Any:
     command = [sys.executable, "-m", "benchmarks.testbed_rank", *arguments, str(out)]
     result = testbed.run(command, timeout_seconds=_RUN_LIMIT_SECONDS)
     if result.exit_code:
         texts = [f"rank {rank.rank}: {rank.stderr[-2000:]}" for rank in result.ranks if rank.exit_code]
         raise SystemExit(f"the ranks failed with {result.exit_code}\n" + "\n".join(texts[:2]))
-    return json.loads(out.read_text())  # type: ignore[no-any-return]
+    return json.loads(out.read_text())
 
 
-def calibrated(cluster: Cluster, links: list[dict[str, float]]) -> Cluster:  # type: ignore[type-arg]
+def calibrated(cluster: Cluster, links: list[dict[str, float]]) -> Cluster:
     """The cluster with the bandwidths and latencies of messages between two devices.
 
     A collective is handed to a thread before its first message: it starts with one more latency.

@@ -16,6 +16,7 @@ Groups of one device move nothing and are left out.
 import argparse
 import csv
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import inf, log2
@@ -27,7 +28,8 @@ from rich.table import Table
 from benchmarks.bars import Bar, Outcome, run_benchmark
 from planloom.cluster import Cluster, Device, Level, Link, format_bytes, format_seconds
 from planloom.collective import SizePrice, StepKind, digits_cost, synthesize
-from planloom.collective.calibration import Fit, Measurement, calibrate
+from planloom.collective.calibration import Fit, calibrate
+from planloom.collective.measurements import Measurement
 from planloom.collective.pricing import groups_cost
 from planloom.layout import Axis, Digit, Layout, Mesh
 
@@ -144,13 +146,16 @@ class Ranked:
 
 MOST_PROGRAMS = 2000
 
+Key = tuple[tuple[int, int], str, str, frozenset[tuple[int, ...]], int]
+"""Machine, dtype, collective, groups, and the bytes of a device's array before it."""
 
-def rank(case: Case, measured: dict[tuple[object, ...], float], cluster: Cluster) -> Ranked:
+
+def rank(case: Case, measured: Mapping[Key, float], cluster: Cluster) -> Ranked:
     """Every program of a case whose steps were measured."""
     mesh = binary_mesh(case.machine)
 
     def seconds(kind: StepKind, digits: tuple[Digit, ...], num_bytes: float) -> float:
-        key = (case.machine, case.dtype, kind, groups_of(mesh, digits), round(num_bytes))
+        key: Key = (case.machine, case.dtype, kind, groups_of(mesh, digits), round(num_bytes))
         return measured.get(key, inf)
 
     def price(_: Mesh, kind: StepKind, digits: tuple[Digit, ...], masters: tuple[Digit, ...]) -> SizePrice:
@@ -203,7 +208,7 @@ def measure(arguments: argparse.Namespace) -> Outcome:
     rest = [row for row in rows if row not in fitted]
     sizes = sorted({row.whole_bytes for row in rows if row.whole_bytes >= MIN_BYTES})
     sizes = sizes[::4] if arguments.quick else sizes
-    measured = {
+    measured: dict[Key, float] = {
         (r.machine, r.dtype, r.measurement.kind, frozenset(r.measurement.groups), round(r.measurement.num_bytes)): (
             r.measurement.seconds
         )

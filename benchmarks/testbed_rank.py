@@ -91,7 +91,7 @@ def measure_case(case: Case) -> list[float]:
         return result
 
     runs: list[Callable[[], torch.Tensor]] = [
-        *(lambda reducer=reducer: reducer.all_reduce(local) for reducer in reducers),  # type: ignore[misc]
+        *(lambda reducer=reducer: reducer.all_reduce(local) for reducer in reducers),
         default,
     ]
     times: list[list[float]] = [[] for _ in runs]

@@ -48,7 +48,7 @@ def cluster_command(
         cluster = load_cluster(name, num_outer=nodes)
         text = cluster_to_yaml(cluster)
     if out is not None:
-        _write(text, out)
+        write_cluster(text, out)
     document = cluster_document(cluster)
     if name == DISCOVER:
         document |= {"notices": list(notices)}
@@ -136,7 +136,7 @@ def _discover(*, nodes: int | None, cpu: bool) -> tuple[Cluster, str, tuple[str,
     return found.cluster, found.to_yaml(), found.notices
 
 
-def _write(text: str, out: Path) -> None:
+def write_cluster(text: str, out: Path) -> None:
     try:
         out.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -16,6 +16,7 @@ from planloom.errors import PlanError
 from planloom.plan import save_plan
 from planloom.program import verify_program
 from planloom.report import candidates_table, timeline_svg
+from planloom.report.collectives import collectives_of
 from planloom.simulate import simulate
 
 if TYPE_CHECKING:
@@ -65,6 +66,9 @@ def demo_command(
         f"[bold]3.[/bold] Proved [bold]{best.label}[/bold] equal to one device: {proof.num_instructions} instructions, "
         f"{proof.num_collectives} collectives, {proof.num_messages} messages",
     )
+    collectives = collectives_of(cluster, best.program)
+    for words, count in collectives.most_common():
+        _say(as_json, f"   {count} × {words}")
     folder = store.parent
     plan_path, picture = folder / "demo-plan.json", folder / "demo-timeline.svg"
     save_plan(best.plan, plan_path)
@@ -86,6 +90,7 @@ def demo_command(
         "plans": [candidate_document(c) for c in ranked],
         "best": best.name,
         "verified": True,
+        "collectives": dict(collectives),
         "predicted_step_seconds": predicted,
         "measured_step_seconds": measured_step,
         "losses": list(trained.losses),

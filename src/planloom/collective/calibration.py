@@ -14,7 +14,7 @@ and a large one the rates. The bandwidth of a link becomes the best rate of any 
 are shares of that.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import exp, log
 
@@ -24,6 +24,7 @@ from scipy.optimize import least_squares
 
 from planloom.cluster import Cluster, Link
 from planloom.collective.geometry import geometry_of_groups
+from planloom.collective.measurements import Measurement
 from planloom.collective.pricing import cost_of_traffic
 from planloom.collective.steps import StepKind
 from planloom.collective.traffic import ALGORITHMS, Algorithm, LevelTraffic, level_traffic, routed_traffic
@@ -31,22 +32,20 @@ from planloom.errors import ClusterError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measurement:
-    """Seconds of one collective on all its groups at once; `num_bytes` in each device's array before it."""
-
-    kind: StepKind
-    groups: tuple[tuple[int, ...], ...]
-    num_bytes: float
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
     """A fitted cluster, and how well it repeats what it was fitted to: mean of |predicted / measured - 1|."""
 
     cluster: Cluster
-    error: float
-    num_measurements: int
+    errors: Mapping[StepKind, tuple[float, ...]]
+    """By collective."""
+
+    @property
+    def num_measurements(self) -> int:
+        return sum(map(len, self.errors.values()))
+
+    @property
+    def error(self) -> float:
+        return sum(map(sum, self.errors.values())) / self.num_measurements
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +81,10 @@ def calibrate(cluster: Cluster, measurements: Sequence[Measurement]) -> Fit:
                 fitted, found = _fit_level(fitted, kind, level, own, rates)
                 rates |= found
         fitted = _with_rates(fitted, level, rates)
-    errors = [abs(_predicted(fitted, p) / p.seconds - 1) for p in points]
-    return Fit(cluster=fitted, error=sum(errors) / len(errors), num_measurements=len(points))
+    errors: dict[StepKind, tuple[float, ...]] = {}
+    for p in points:
+        errors[p.kind] = (*errors.get(p.kind, ()), abs(_predicted(fitted, p) / p.seconds - 1))
+    return Fit(cluster=fitted, errors=errors)
 
 
 # Direct messages come last: how fast a link is, the rings have shown by then.
@@ -179,6 +180,12 @@ def _fit_level(
     first = np.clip([*start, *[log(usual)] * len(members)], low, high)
     solution = least_squares(residuals, first, bounds=(low, high), x_scale=1.0, max_nfev=200).x
     found = link_of(solution)
+    found = replace(
+        found,
+        start_seconds={key: _rounded(seconds) for key, seconds in found.start_seconds.items()},
+        hop_seconds={key: _rounded(seconds) for key, seconds in found.hop_seconds.items()},
+        flow={key: _rounded(share) for key, share in found.flow.items()},
+    )
     rates = {key: share * link.bandwidth_bytes_per_second for key, share in found.efficiency.items() if key[0] == kind}
     return _with_link(cluster, level, found), rates
 
@@ -186,21 +193,26 @@ def _fit_level(
 _BELIEF = 0.01
 
 
+def _rounded(figure: float) -> float:
+    """Four digits: more than measurements hold, and readable in a file."""
+    return float(f"{figure:.4g}")
+
+
 def _with_rates(cluster: Cluster, level: int, rates: dict[tuple[str, int], float]) -> Cluster:
     """The best rate becomes the bandwidth; a number of members that was not measured takes the most that was."""
     if not rates:
         return cluster
     link = cluster.levels[level].link
-    bandwidth = max(rates.values())
+    bandwidth = _rounded(max(rates.values()))
     efficiency = {
         key: share * link.bandwidth_bytes_per_second / bandwidth
         for key, share in link.efficiency.items()
         if key not in rates
     }
-    efficiency |= {key: rate / bandwidth for key, rate in rates.items()}
+    efficiency |= {key: _rounded(rate / bandwidth) for key, rate in rates.items()}
     for kind in {kind for kind, _ in rates}:
         most = max(members for other, members in rates if other == kind)
-        efficiency[kind, 0] = rates[kind, most] / bandwidth
+        efficiency[kind, 0] = efficiency[kind, most]
     latency = min([link.latency_seconds, *link.hop_seconds.values()])
     return _with_link(
         cluster,

@@ -23,6 +23,8 @@ from functools import lru_cache
 from itertools import product
 from math import prod
 
+import numpy as np
+
 from planloom.cluster import Cluster
 from planloom.layout import Digit, Mesh
 
@@ -107,10 +109,10 @@ def terrain_of(cluster: Cluster, mesh: Mesh) -> Terrain | None:
     steps = [prod(e.size for e in digits[i + 1 :]) for i in range(len(digits))]
     first = mesh.devices[0]
     moves = [mesh.devices[step] - first for step in steps]
-    numbers = [first]
+    numbers = np.array([first])
     for digit, move in zip(digits, moves, strict=True):
-        numbers = [number + c * move for number in numbers for c in range(digit.size)]
-    if any(move <= 0 for move in moves) or tuple(numbers) != mesh.devices:
+        numbers = np.add.outer(numbers, np.arange(digit.size) * move).reshape(-1)
+    if any(move <= 0 for move in moves) or not np.array_equal(numbers, np.array(mesh.devices)):
         return None
     weights = [prod(cluster.level_counts[level + 1 :]) for level in range(len(cluster.levels))]
     strides: list[_Stride] = []

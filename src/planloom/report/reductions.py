@@ -100,7 +100,7 @@ def reductions_bars(found: Sequence[PlacedReduction], levels: Sequence[str]) -> 
         heading = Text(f"{placed.number}: {placed.placement}", style="bold")
         bars = Table.grid(padding=(0, 1))
         for name, choice, color in (("default", reduction.default, "white"), ("best", reduction.best, "cyan")):
-            bar = Bar(longest, 0, choice.seconds, width=_BAR_WIDTH, color=color)
+            bar = Bar(1.0, 0, round(choice.seconds / longest, 6), width=_BAR_WIDTH, color=color)
             bars.add_row(Text(name, style="dim"), bar, format_seconds(choice.seconds))
         words = Text(choice_words(reduction.best, levels), style="cyan")
         parts += [heading, Padding(Group(words, bars), (0, 0, 1, 2))]
