@@ -35,9 +35,9 @@ _SIXTEEN = ({"data": 16}, {"data": 4, "model": 4}, {"data": 8, "model": 2})
 
 TOPOLOGIES = (
     Topology(name="shared-2x4", kind="shared uplinks", axis_sets=_EIGHT, num_bytes=4 << 20),
-    Topology(name="uplinks-2x4", kind="one uplink a device", axis_sets=_EIGHT, num_bytes=4 << 20),
-    Topology(name="three-2x2x2", kind="three levels", axis_sets=_EIGHT, num_bytes=4 << 20),
-    Topology(name="torus-4x4", kind="torus", axis_sets=_SIXTEEN, num_bytes=4 << 20),
+    Topology(name="uplinks-2x4", kind="one uplink a device", axis_sets=_EIGHT, num_bytes=8 << 20),
+    Topology(name="three-2x2x2", kind="three levels", axis_sets=_EIGHT, num_bytes=6 << 20),
+    Topology(name="torus-4x4", kind="torus", axis_sets=_SIXTEEN, num_bytes=8 << 20),
 )
 QUICK = (Topology(name="shared-2x4", kind="shared uplinks", axis_sets=_EIGHT[:1], num_bytes=4 << 20),)
 

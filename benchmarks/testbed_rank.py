@@ -23,7 +23,7 @@ from planloom.cluster import Cluster, load_cluster
 from planloom.execute.reduce import Reducer
 from planloom.execute.wire import Wire
 
-NUM_ROUNDS = 4
+NUM_ROUNDS = 3
 """The first one warms up; a program that takes this much longer than the best in it is not run again."""
 OUT_OF_THE_RUNNING = 1.25
 

@@ -1,5 +1,9 @@
 """Synthesized programs on gloo: equal to the sum, whatever the program, dtype, size, in chunks or not."""
 
+import os
+import re
+import subprocess
+import sys
 from itertools import product
 
 import pytest
@@ -8,7 +12,7 @@ import torch
 from planloom.collective import find_reductions
 from planloom.layout import Layout, Mesh
 from tests.dist.reductions import all_reduce, change, choices, cluster_of, contribution, placed
-from tests.dist.workers import Pool
+from tests.dist.workers import Pool, free_port
 
 SHARED = cluster_of((2, 1e7, True, "crossbar"), (2, 1e8, False, "crossbar"))
 TORUS = cluster_of((2, 1e7, False, "torus"), (2, 1e7, False, "torus"))
@@ -99,3 +103,28 @@ def test_every_goal(pools: dict[int, Pool], goal: str) -> None:
             box = target.box(sizes, A.coordinates(device))
             expected = partial * whole[tuple(slice(*interval) for interval in box)]
             assert torch.equal(results[device].reshape(expected.shape), expected), (goal, device)
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+def test_a_dead_peer_is_an_error_on_all_ranks_within_the_limit(how: str) -> None:
+    limit, port, victim = 8.0, str(free_port()), 2
+    environment = {**os.environ, "MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": "4"}
+    command = [sys.executable, "-m", "tests.dist.dying_reduction", str(victim), how, str(limit)]
+    processes = [
+        subprocess.Popen(command, env={**environment, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
+        for rank in range(4)
+    ]
+    try:
+        for rank, process in enumerate(processes):
+            if rank == victim:
+                continue
+            output, _ = process.communicate(timeout=90)
+            assert process.returncode == 3, output
+            assert f"failed on rank {rank}: another one is gone, or did not answer within 8 s" in output
+            lost = re.search(r"lost after ([\d.]+) s", output)
+            assert lost is not None
+            assert float(lost.group(1)) < 2 * limit + 5
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from planloom.collective.oracle import SpaceStep, check_program, count_programs, enumerate_programs, space_groups
+from planloom.collective.oracle import check_program
+from planloom.collective.space import SpaceStep, count_programs, enumerate_programs, space_groups
 from planloom.collective.steps import (
     CUTTING_KINDS,
     JOINING_KINDS,

@@ -28,7 +28,7 @@ def test_help_does_not_import_torch_and_every_command_has_an_example() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
     )
-    assert done.stdout.split() == ["7", "False"]
+    assert done.stdout.split() == ["10", "False"]
     for command in ("demo", "plan", "verify", "simulate", "blocks", "train", "cluster"):
         done = planloom(command, "--help")
         assert done.returncode == 0

@@ -63,7 +63,7 @@ class StepCost:
         return self.line(num_bytes).seconds(num_bytes)
 
 
-RINGS_FROM_BYTES = 256 << 10
+RINGS_FROM_BYTES = 64 << 10
 """The size of a whole array from which `planloom.execute` lays rings on gloo, and below which it sends directly."""
 
 

@@ -1,16 +1,17 @@
 """The best ways to carry out a change of layout on a cluster, and how far from optimal they can be.
 
-A *choice* is one program, or two different ones for two halves of the array, cut into chunks. A single chunk takes the
-sum of its steps. Several chunks are on their way at once: while one is reduced between nodes the next is reduced inside
-them. With t_s the seconds of step s on one chunk, and b_sl how long it keeps the busiest wire of level l busy,
+A *choice* is one program, or two that take turns, cut into chunks. A single chunk takes the sum of its steps. Several
+chunks are on their way at once: while one is reduced between nodes the next is reduced inside them. With t_s the
+seconds of step s on one chunk, and b_sl how long it keeps the busiest wire of level l busy, over all chunks
 
-    rate     = max( max over levels l of the sum of b_sl,  max over group sets of the sum of t_s )    over all chunks
+    rate     = max( max over levels l of the sum of b_sl,  max over queues of the sum of t_s )
     rest     = the sum of all t_s, less the rate
     seconds  = the longest chunk's sum of t_s  +  (rate + loss · rest) · (chunks - 1) / chunks
 
-since steps on the same groups run one after another, and all steps at a level share its wires. With one program for all
-chunks this is the first chunk's whole time and then one bottleneck a chunk. What is done beside the bottleneck is not
-quite free: a share of it, `OVERLAP_LOSS`, is lost.
+since all steps at a level share its wires, and steps in one queue run one after another: those of a process group,
+where a library has to see them in one order, or, by rings, which are single messages, each step by itself. With one
+program for all chunks this is the first chunk's whole time and then one bottleneck a chunk. What is done beside the
+bottleneck is not quite free: a share of it, `OVERLAP_LOSS`, is lost.
 """
 
 from collections.abc import Sequence
@@ -19,13 +20,16 @@ from itertools import combinations
 
 from planloom.cluster import Cluster
 from planloom.collective.bounds import lower_bound_seconds
-from planloom.collective.pricing import digits_cost, seconds_price
+from planloom.collective.pricing import CostLine, digits_cost, seconds_price
 from planloom.collective.steps import LOCAL_KINDS
 from planloom.collective.synthesis import Move, Synthesized, synthesize
 from planloom.errors import LayoutError
 from planloom.layout import Layout, Mesh
 
-NUM_CHUNKS = (1, 2, 4, 8, 16)
+MAX_CHUNKS = 32
+CYCLES = ((1, 1), (2, 1), (1, 2), (3, 1), (1, 3), (7, 1), (1, 7), (5, 3), (3, 5))
+"""Of how many chunks each of two programs takes its turns: where links differ, so do the best shares."""
+
 MIN_CHUNK_BYTES = 256 << 10
 """Smaller collectives are mostly latency, and cannot be priced well."""
 
@@ -33,12 +37,14 @@ OVERLAP_LOSS = 0.1
 """[Empirical] On the testbed (2 cores, gloo, 2026-11-16), chunks of two-level reductions."""
 
 MIN_GAIN = 0.03
-"""More chunks, or a second program, must promise to be this much faster than fewer."""
+"""A second program, or steps to save others, must promise to be this much faster than a simpler choice."""
+MIN_CHUNK_GAIN = 0.01
+"""Twice as many chunks must promise to be this much faster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """One program for all chunks, or two that take turns."""
+    """The program of all chunks, or a cycle of programs that take turns."""
 
     programs: tuple[Synthesized, ...]
     num_chunks: int
@@ -92,9 +98,10 @@ def find_reductions(
     if chunked:
         pairs = combinations([program for program in found[:_PAIRED] if len(program.moves) > 1], 2)
         single = min(choice.seconds for choice in choices)
-        paired = [_best_chunking(estimate, pair, chunked) for pair in pairs if _differ_at_first(*pair)]
+        cycles = [_cycle(*pair, *turns) for pair in pairs if _differ_at_first(*pair) for turns in CYCLES]
+        paired = [_best_chunking(estimate, cycle, chunked) for cycle in cycles]
         choices += [choice for choice in paired if choice.seconds < single * (1 - MIN_GAIN)]
-    ranked = sorted(choices, key=lambda choice: (choice.seconds, len(choice.programs), choice.num_chunks))
+    ranked = _distinct(sorted(choices, key=lambda choice: (choice.seconds, len(choice.programs), choice.num_chunks)))
     return Reduction(
         default=_default(estimate, source, target, mesh, sizes, item_bytes),
         choices=_worthwhile(ranked)[:num_best],
@@ -103,7 +110,7 @@ def find_reductions(
 
 
 _SEARCHED = 24  # programs whose chunking is tried
-_PAIRED = 12  # programs that are tried in pairs
+_PAIRED = 8  # programs that are tried in pairs
 
 
 def _default(
@@ -116,6 +123,12 @@ def _default(
     return Choice(programs=(shortest,), num_chunks=1, seconds=estimate.seconds((shortest,), 1))
 
 
+def _cycle(first: Synthesized, second: Synthesized, num_first: int, num_second: int) -> tuple[Synthesized, ...]:
+    """Turns of two programs, spread as evenly as they go."""
+    length = num_first + num_second
+    return tuple(second if (i + 1) * num_second // length > i * num_second // length else first for i in range(length))
+
+
 def _differ_at_first(first: Synthesized, second: Synthesized) -> bool:
     return {m.digit for m in first.moves[0].digits} != {m.digit for m in second.moves[0].digits}
 
@@ -124,16 +137,25 @@ def _best_chunking(estimate: "_Estimate", programs: tuple[Synthesized, ...], chu
     """The fewest chunks than which more promise no worthwhile gain."""
     num_bytes = min(program.moves[0].num_bytes for program in programs)
     best: Choice | None = None
-    for num_chunks in NUM_CHUNKS:
-        if num_chunks % len(programs):
-            continue
-        if best is not None and (not chunked or num_bytes / num_chunks < MIN_CHUNK_BYTES):
-            break
+    num_chunks = len(programs)
+    while best is None or (chunked and num_chunks <= MAX_CHUNKS and num_bytes / num_chunks >= MIN_CHUNK_BYTES):
         seconds = estimate.seconds(programs, num_chunks)
-        if best is None or seconds < best.seconds * (1 - MIN_GAIN):
+        if best is None or seconds < best.seconds * (1 - MIN_CHUNK_GAIN):
             best = Choice(programs=programs, num_chunks=num_chunks, seconds=seconds)
-    assert best is not None
+        num_chunks *= 2
     return best
+
+
+def _distinct(ranked: Sequence[Choice]) -> list[Choice]:
+    """Of choices that use the same programs, the best."""
+    seen: set[frozenset[tuple[Move, ...]]] = set()
+    kept = []
+    for choice in ranked:
+        key = frozenset(program.moves for program in choice.programs)
+        if key not in seen:
+            seen.add(key)
+            kept.append(choice)
+    return kept
 
 
 def _worthwhile(ranked: Sequence[Choice]) -> tuple[Choice, ...]:
@@ -155,31 +177,33 @@ class _Estimate:
         if len(programs) == 1 and num_chunks == 1:
             return sum(self._step_seconds(move, 1) for move in programs[0].moves)
         levels: dict[int, float] = {}
-        groups: dict[object, float] = {}
+        queues: dict[object, float] = {}
         longest = 0.0
         for program in programs:
             share = num_chunks / len(programs)
             chunk = 0.0
-            for move in program.moves:
+            for number, move in enumerate(program.moves):
                 seconds = self._step_seconds(move, num_chunks)
                 chunk += seconds
-                key = (tuple(m.digit for m in move.digits), move.masters)
-                groups[key] = groups.get(key, 0.0) + seconds * share
-                for level, busy in self._busy(move, num_chunks):
+                line = self._line(move, num_chunks)
+                digits = tuple(m.digit for m in move.digits)
+                queue = (digits, move.masters, number if line is not None and line.algorithm == "rings" else -1)
+                queues[queue] = queues.get(queue, 0.0) + seconds * share
+                for level, per_byte in line.busy_seconds_per_byte if line is not None else ():
+                    busy = per_byte * move.num_bytes / num_chunks
                     levels[level] = levels.get(level, 0.0) + busy * share
             longest = max(longest, chunk)
-        rate = max((*levels.values(), *groups.values()))
-        rest = max(0.0, sum(groups.values()) - rate)
+        rate = max((*levels.values(), *queues.values()))
+        rest = max(0.0, sum(queues.values()) - rate)
         return longest + (rate + OVERLAP_LOSS * rest) * (num_chunks - 1) / num_chunks
 
     def _step_seconds(self, move: Move, num_chunks: int) -> float:
         digits = tuple(m.digit for m in move.digits)
         return self.price(self.mesh, move.kind, digits, move.masters)(move.num_bytes / num_chunks)
 
-    def _busy(self, move: Move, num_chunks: int) -> list[tuple[int, float]]:
+    def _line(self, move: Move, num_chunks: int) -> CostLine | None:
+        """How a step is carried out on a chunk; None if it sends nothing."""
         if move.kind in LOCAL_KINDS:
-            return []
+            return None
         digits = tuple(m.digit for m in move.digits)
-        num_bytes = move.num_bytes / num_chunks
-        line = digits_cost(self.cluster, self.mesh, move.kind, digits, move.masters).line(num_bytes)
-        return [(level, per_byte * num_bytes) for level, per_byte in line.busy_seconds_per_byte]
+        return digits_cost(self.cluster, self.mesh, move.kind, digits, move.masters).line(move.num_bytes / num_chunks)

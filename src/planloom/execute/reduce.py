@@ -1,9 +1,11 @@
 """A choice of `find_reductions` on the wire: programs in chunks, several chunks on their way at once.
 
 Every chunk is a slice of the array along the sub-factor that no digit ever splits, so each goes through its program by
-itself. Steps on the same group run one after another, in one order on all devices, each group in a thread of its own;
-so while one group waits for its slow link another reduces the next chunk. The order is by waves: step s of the i-th
-chunk of a program is in wave i + s. A step comes after the step before it in every such order, so nothing can block.
+itself. Steps on the same process group run one after another, in one order on all devices, in a thread of their own; so
+while one group waits for its slow link another reduces the next chunk. Steps by rings are single messages with tags of
+their own and need no order among others: each step of a program has its thread. The order in a thread is by waves: step
+s of the i-th chunk of a program is in wave i + s. A step comes after the step before it in every such order, so nothing
+can block.
 """
 
 import threading
@@ -60,11 +62,17 @@ class Reducer:
     def run(self, local: Tensor) -> Tensor:
         """The array after the change, with one dim a sub-factor; fewer elements than expected are padded with zeros."""
         array = self._padded(local)
-        if self._num_chunks == 1:
-            return self.wire.run_steps(self._steps[0], array, self.local_sizes)()
-        assert self._cut_dim is not None
-        chunks = [chunk.contiguous() for chunk in array.chunk(self._num_chunks, self._cut_dim)]
-        return torch.cat(self._run_chunks(chunks), self._cut_dim)
+        try:
+            if self._cut_dim is None or self._num_chunks == 1:
+                return self.wire.run_steps(self._steps[0], array, self.local_sizes)()
+            chunks = [chunk.contiguous() for chunk in array.chunk(self._num_chunks, self._cut_dim)]
+            return torch.cat(self._run_chunks(chunks), self._cut_dim)
+        except PeerLostError as error:
+            limit, ranks = self.wire.timeout.total_seconds(), ", ".join(map(str, self.mesh.devices))
+            raise PeerLostError(
+                f"a reduction among the ranks {ranks} failed on rank {self.wire.device}: another one is gone, or did "
+                f"not answer within {limit:g} s ({error})"
+            ) from error
 
     def all_reduce(self, local: Tensor) -> Tensor:
         """For a choice that changes no split: the result in the shape of the tensor given."""
@@ -98,7 +106,7 @@ class Reducer:
         return (torch.cat((flat, flat.new_zeros(missing))) if missing > 0 else flat).reshape(self.local_sizes)
 
     def _run_chunks(self, chunks: list[Tensor]) -> list[Tensor]:
-        queues = self._queues(chunks[0].shape)
+        queues = self._queues(chunks[0])
         done = {(task.chunk, task.number): task.done for queue in queues.values() for task in queue}
         most_steps = max(map(len, self._steps))
         tag = self.wire.reserve_tags(self._num_chunks * most_steps)
@@ -129,11 +137,11 @@ class Reducer:
             raise failures[0]
         return chunks
 
-    def _queues(self, shape: Sequence[int]) -> dict[tuple[int, ...], list[_Task]]:
-        """The tasks of every group of this device, in the order of waves."""
+    def _queues(self, first: Tensor) -> dict[tuple[int, ...], list[_Task]]:
+        """The tasks of every thread of this device, in the order of waves."""
         tasks = []
         for chunk, steps in enumerate(self._steps):
-            sizes = tuple(shape)
+            sizes = tuple(first.shape)
             for number, step in enumerate(steps):
                 tasks.append(_Task(chunk=chunk, number=number, step=step, sizes=sizes))
                 sizes = local_sizes_after(step, sizes)
@@ -141,5 +149,7 @@ class Reducer:
         queues: dict[tuple[int, ...], list[_Task]] = {}
         for task in tasks:
             group = task.step.group_of(self.wire.device) or ()
-            queues.setdefault(tuple(sorted(group)), []).append(task)
+            num_bytes = prod(task.sizes) * first.element_size()
+            alone = bool(group) and self.wire.by_rings(task.step, num_bytes, group)
+            queues.setdefault((task.number if alone else -1, *sorted(group)), []).append(task)
         return queues
