@@ -27,7 +27,7 @@ NUM_ROUNDS = 3
 """The first one warms up; a program that takes this much longer than the best in it is not run again."""
 OUT_OF_THE_RUNNING = 1.25
 
-_SMALL, _LARGE = 1 << 20, 4 << 20
+_SMALL, _LARGE, _NUM_MESSAGES = 1 << 20, 4 << 20, 100
 _LIMIT = timedelta(seconds=120)
 
 
@@ -54,8 +54,26 @@ def measure_links(cluster: Cluster) -> list[dict[str, float]]:
             peer *= inner
         seconds = {size: _one_way(rank, peer, size) for size in (4, _SMALL, _LARGE)}
         bandwidth = (_LARGE - _SMALL) / (seconds[_LARGE] - seconds[_SMALL]) if rank == 0 else 0.0
-        found.append({"bandwidth": bandwidth, "latency": seconds[4]})
+        found.append({"bandwidth": bandwidth, "latency": seconds[4], "message": _message_seconds(rank, peer)})
     return found
+
+
+def _message_seconds(rank: int, distance: int) -> float:
+    """What a host takes for one small message there and one here while all other devices do the same."""
+    partner = rank + distance if rank // distance % 2 == 0 else rank - distance
+    if partner >= dist.get_world_size():
+        partner = rank
+    here, there = torch.zeros(1), torch.zeros(1)
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(_NUM_MESSAGES if partner != rank else 0):
+        works = [dist.irecv(there, partner, tag=1), dist.isend(here, partner, tag=1)]
+        for work in works:
+            assert work is not None
+            work.wait()
+    seconds = torch.tensor([(time.perf_counter() - start) / _NUM_MESSAGES])
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return float(seconds)
 
 
 def _one_way(rank: int, peer: int, num_bytes: int) -> float:

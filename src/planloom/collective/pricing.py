@@ -23,7 +23,7 @@ from functools import lru_cache
 from planloom.cluster import Cluster, Link
 from planloom.collective.geometry import Geometry, Terrain, geometry_of_groups, terrain_of
 from planloom.collective.steps import LOCAL_KINDS, Step, StepKind
-from planloom.collective.traffic import ALGORITHMS, Algorithm, LevelTraffic, level_traffic, routed_traffic
+from planloom.collective.traffic import ALGORITHMS, Algorithm, LevelTraffic, level_traffic, num_messages, routed_traffic
 from planloom.layout import Digit, Mesh
 
 SizePrice = Callable[[float], float]
@@ -40,6 +40,8 @@ class CostLine:
     total_seconds_per_byte: float
     busy_seconds_per_byte: tuple[tuple[int, float], ...]
     """How long each crossed level's most loaded wire is busy."""
+    num_messages: int
+    """That the host of a device starts."""
 
     def seconds(self, num_bytes: float) -> float:
         alone = self.latency_seconds + self.own_seconds_per_byte * num_bytes
@@ -155,11 +157,13 @@ def cost_of_traffic(
     cluster: Cluster, kind: StepKind, group_size: int, traffic: Mapping[Algorithm, tuple[LevelTraffic, ...]]
 ) -> StepCost:
     """The cost of a step from what it does at every level, by every algorithm."""
-    lines = tuple(_line(cluster, kind, algorithm, levels) for algorithm, levels in traffic.items())
+    lines = tuple(_line(cluster, kind, group_size, algorithm, levels) for algorithm, levels in traffic.items())
     return StepCost(lines=lines, rings_from_bytes=rings_from_bytes(cluster.library, kind, group_size))
 
 
-def _line(cluster: Cluster, kind: StepKind, algorithm: Algorithm, levels: tuple[LevelTraffic, ...]) -> CostLine:
+def _line(
+    cluster: Cluster, kind: StepKind, group_size: int, algorithm: Algorithm, levels: tuple[LevelTraffic, ...]
+) -> CostLine:
     rates = [_seconds_per_byte(cluster.levels[at.level].link, kind, at) for at in levels]
     latency = sum(cluster.levels[at.level].link.hop_of(kind) * at.num_hops for at in levels)
     if levels:  # it starts at the outermost level that it crosses, and at all inside
@@ -172,6 +176,7 @@ def _line(cluster: Cluster, kind: StepKind, algorithm: Algorithm, levels: tuple[
         total_seconds_per_byte=max(
             (at.total_bytes * rate for at, rate in zip(levels, rates, strict=True)), default=0.0
         ),
+        num_messages=num_messages(cluster.library, kind, algorithm, group_size),
         busy_seconds_per_byte=tuple((at.level, at.total_bytes * rate) for at, rate in zip(levels, rates, strict=True)),
     )
 

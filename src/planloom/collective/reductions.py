@@ -4,19 +4,23 @@ A *choice* is one program, or two that take turns, cut into chunks. A single chu
 chunks are on their way at once: while one is reduced between nodes the next is reduced inside them. With t_s the
 seconds of step s on one chunk, and b_sl how long it keeps the busiest wire of level l busy, over all chunks
 
-    rate     = max( max over levels l of the sum of b_sl,  max over queues of the sum of t_s )
-    rest     = the sum of all t_s, less the rate
+    wires    = max( max over levels l of the sum of b_sl,  max over queues of the sum of t_s )
+    host     = what a device's host takes to start and to receive all messages
+    rate     = √(wires² + host²)
+    rest     = the sum of all t_s, less that of the wires
     seconds  = the longest chunk's sum of t_s  +  (rate + loss · rest) · (chunks - 1) / chunks
 
 since all steps at a level share its wires, and steps in one queue run one after another: those of a process group,
 where a library has to see them in one order, or, by rings, which are single messages, each step by itself. With one
 program for all chunks this is the first chunk's whole time and then one bottleneck a chunk. What is done beside the
-bottleneck is not quite free: a share of it, `OVERLAP_LOSS`, is lost.
+bottleneck is not quite free: a share of it, `OVERLAP_LOSS`, is lost, and where host and wires are both nearly busy all
+the time each waits for the other now and then, which the root of squares describes well enough.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from math import hypot
 
 from planloom.cluster import Cluster
 from planloom.collective.bounds import lower_bound_seconds
@@ -33,7 +37,7 @@ CYCLES = ((1, 1), (2, 1), (1, 2), (3, 1), (1, 3), (7, 1), (1, 7), (5, 3), (3, 5)
 MIN_CHUNK_BYTES = 256 << 10
 """Smaller collectives are mostly latency, and cannot be priced well."""
 
-OVERLAP_LOSS = 0.1
+OVERLAP_LOSS = 0.05
 """[Empirical] On the testbed (2 cores, gloo, 2026-11-16), chunks of two-level reductions."""
 
 MIN_GAIN = 0.03
@@ -178,7 +182,7 @@ class _Estimate:
             return sum(self._step_seconds(move, 1) for move in programs[0].moves)
         levels: dict[int, float] = {}
         queues: dict[object, float] = {}
-        longest = 0.0
+        longest, host = 0.0, 0.0
         for program in programs:
             share = num_chunks / len(programs)
             chunk = 0.0
@@ -189,13 +193,16 @@ class _Estimate:
                 digits = tuple(m.digit for m in move.digits)
                 queue = (digits, move.masters, number if line is not None and line.algorithm == "rings" else -1)
                 queues[queue] = queues.get(queue, 0.0) + seconds * share
-                for level, per_byte in line.busy_seconds_per_byte if line is not None else ():
+                if line is None:
+                    continue
+                host += 2 * line.num_messages * self.cluster.device.launch_seconds * share
+                for level, per_byte in line.busy_seconds_per_byte:
                     busy = per_byte * move.num_bytes / num_chunks
                     levels[level] = levels.get(level, 0.0) + busy * share
             longest = max(longest, chunk)
-        rate = max((*levels.values(), *queues.values()))
-        rest = max(0.0, sum(queues.values()) - rate)
-        return longest + (rate + OVERLAP_LOSS * rest) * (num_chunks - 1) / num_chunks
+        wires = max((*levels.values(), *queues.values()))
+        rest = max(0.0, sum(queues.values()) - wires)
+        return longest + (hypot(wires, host) + OVERLAP_LOSS * rest) * (num_chunks - 1) / num_chunks
 
     def _step_seconds(self, move: Move, num_chunks: int) -> float:
         digits = tuple(m.digit for m in move.digits)

@@ -52,6 +52,22 @@ ALGORITHMS: dict[str, dict[StepKind, tuple[Algorithm, ...]]] = {
 """What a library does in a collective: NVIDIA/nccl src/graph/tuning.cc; pytorch/gloo gloo/*.cc."""
 
 
+def num_messages(library: str, kind: StepKind, algorithm: Algorithm, group_size: int) -> int:
+    """How many messages the host of a device has to start: NCCL's are started by one kernel."""
+    if library == "nccl":
+        return 1
+    rounds = group_size - 1
+    match algorithm:
+        case "rings":
+            return 2 * rounds
+        case "ring":
+            return (2 if kind == "all_reduce" else 1) * rounds
+        case "direct" | "root":
+            return rounds
+        case "tree" | "binomial":
+            return ceil(log2(group_size))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LevelTraffic:
     """What a collective does at one level; bytes on the most loaded wire for every byte of an array before it."""
