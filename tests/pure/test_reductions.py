@@ -189,7 +189,6 @@ def test_nothing_to_be_done_is_an_error() -> None:
         found_for(NODES, Change(PLACED, Layout.replicated(1), Layout.replicated(1), (8,)))
 
 
-@pytest.mark.xfail(reason="digits that stay at their master are not among the masters of steps over others")
 def test_others_than_masters_stay_out_of_steps_over_other_digits() -> None:
     mesh = Mesh.of(range(4), a=2, b=2)
     change = change_of(mesh, dict(zip(mesh.digits, ("PR", "MM"), strict=True)))
@@ -197,7 +196,6 @@ def test_others_than_masters_stay_out_of_steps_over_other_digits() -> None:
     check_program(found.program(mesh), mesh=mesh, source=change.source, target=change.target)
 
 
-@pytest.mark.xfail(reason="a cycle of eight turns has eight chunks, however small they are")
 def test_no_chunk_is_too_small_to_be_priced() -> None:
     """64 KiB in chunks of 16."""
     fast = link("torus", bandwidth=5e9, latency=1e-9)

@@ -30,7 +30,7 @@ def link(
         latency_seconds=latency,
         shared=shared,
         shape=shape,
-        **figures,  # type: ignore[arg-type]
+        **figures,
     )
 
 

@@ -10,17 +10,21 @@ between two devices of a group. With C_i what they carry together at level i in 
 
     seconds >= max over l of  sends_l · bytes / (C_0 + … + C_l)
 
-and a device that is to hold what others hold now cannot receive it faster than all its links together. Links count with
-the best efficiency of any collective, and latencies are left out, so that no step is priced below its bound. On rings
-and tori a send between members of a group costs as many hops as they are apart at least.
+and a master cannot send or receive faster than all its links together. Links count with the best efficiency of any
+collective, and latencies are left out, so that no step is priced below its bound. On rings and tori a send between
+members of a group costs as many hops as they are apart at least.
+
+Groups that differ in digits which do not move are taken to hold elements of their own, as the replicas of a reduction
+over one of several axes do. Where they really hold the same, they could share the work, and be faster than this.
 """
 
+from collections.abc import Callable
 from itertools import permutations
 from math import prod
 
 from planloom.cluster import COLLECTIVES, Cluster, Link
 from planloom.cluster.routes import Wire, route
-from planloom.collective.geometry import geometry_of_groups
+from planloom.collective.geometry import geometry_of_groups, terrain_of
 from planloom.collective.refine import Letter, letters_of
 from planloom.layout import Digit, Layout, Mesh
 
@@ -42,36 +46,40 @@ def lower_bound_seconds(
     group_bytes = item_bytes * prod(source.local_sizes(sizes)) * split
     bound, capacity = 0.0, 0.0
     capacities = _capacities(cluster, groups)
+    count = _PointCounter(cluster, mesh)
     for level in range(len(cluster.levels)):
-        points = {digit: _num_points(cluster, mesh, digit, level) for digit in pairs}
         capacity += capacities.get(level, 0.0)
         if capacity > 0:
-            bound = max(bound, len(groups) * group_bytes * _sends(pairs, points) / capacity)
-    return max(bound, _into_master(cluster, pairs, group_bytes))
+            sends = _sends(pairs, lambda digits, level=level: count(digits, level))  # type: ignore[misc]
+            bound = max(bound, len(groups) * group_bytes * sends / capacity)
+    return max(bound, _through_master(cluster, pairs, group_bytes))
 
 
-def _sends(pairs: dict[Digit, tuple[Letter, Letter]], points: dict[Digit, int]) -> float:
+def _sends(pairs: dict[Digit, tuple[Letter, Letter]], num_points: Callable[[tuple[Digit, ...]], int]) -> float:
     """Sends of one element between points, on average over the elements."""
-    combined = prod(points[d] for d, (was, will) in pairs.items() if was == "P" and will != "P")
-    wanted = prod(points[d] for d, (was, will) in pairs.items() if was != "R" and will == "R")
-    meeting = 1.0  # the share of elements that are wanted where they are
-    for digit, (was, will) in pairs.items():
-        if (was, will) in (("A", "B"), ("A", "M"), ("M", "B")):
-            meeting /= points[digit]
+    combined = num_points(tuple(d for d, (was, will) in pairs.items() if was == "P" and will != "P"))
+    wanted = num_points(tuple(d for d, (was, will) in pairs.items() if was != "R" and will == "R"))
+    elsewhere = tuple(d for d, pair in pairs.items() if pair in (("A", "B"), ("A", "M"), ("M", "B")))
+    meeting = 1 / num_points(elsewhere)  # the share of elements that are wanted where they are
     return max(0.0, combined - 1 + wanted - meeting)
 
 
-def _num_points(cluster: Cluster, mesh: Mesh, digit: Digit, level: int) -> int:
-    """How many members of a level, and of those around it, a digit varies over; the fewest of any group."""
-    return min(
-        len({cluster.coordinates(device)[: level + 1] for device in group}) for group in _some_groups(mesh, digit)
-    )
+class _PointCounter:
+    """How many members of a level, and of those around it, digits vary over together; the fewest of any group."""
 
+    def __init__(self, cluster: Cluster, mesh: Mesh) -> None:
+        self.cluster, self.mesh = cluster, mesh
+        self.terrain = terrain_of(cluster, mesh)
 
-def _some_groups(mesh: Mesh, digit: Digit) -> tuple[tuple[int, ...], ...]:
-    """The groups over a digit; on a large mesh a few of them, which are alike wherever a placement made it."""
-    groups = mesh.groups((digit,))
-    return groups if len(mesh.devices) <= 1024 else groups[:1]
+    def __call__(self, digits: tuple[Digit, ...], level: int) -> int:
+        if not digits:
+            return 1
+        if self.terrain is not None:
+            return prod(s.size for s in self.terrain.strides if s.digit in digits and s.level <= level)
+        return min(
+            len({self.cluster.coordinates(device)[: level + 1] for device in group})
+            for group in self.mesh.groups(digits)
+        )
 
 
 def _capacities(cluster: Cluster, groups: tuple[tuple[int, ...], ...]) -> dict[int, float]:
@@ -111,17 +119,14 @@ def _best_rate(link: Link) -> float:
     return link.bandwidth_bytes_per_second * (best if named >= set(kinds) else max(best, 1.0))
 
 
-def _into_master(cluster: Cluster, pairs: dict[Digit, tuple[Letter, Letter]], group_bytes: float) -> float:
-    """A master receives what it does not hold, and sends what others are to hold, through its own links."""
+def _through_master(cluster: Cluster, pairs: dict[Digit, tuple[Letter, Letter]], group_bytes: float) -> float:
+    """Where all digits come from, or go to, their master, everything else passes through its own links."""
+    kinds = set(pairs.values())
+    if len(kinds) > 1 or not kinds & {("P", "M"), ("A", "M"), ("M", "R"), ("M", "B")}:
+        return 0.0
     rate = 0.0
     for level in cluster.levels:
         num_links = {"crossbar": 1, "ring": 2, "torus": 2, "pairs": level.count - 1}[level.link.shape]
         rate += num_links * _best_rate(level.link) if level.count > 1 else 0.0
-    if rate == 0:
-        return 0.0
-    gathered = prod(d.size for d, pair in pairs.items() if pair == ("A", "M"))
-    scattered = prod(d.size for d, pair in pairs.items() if pair == ("M", "B"))
-    share = max(1 - 1 / gathered, 1 - 1 / scattered)
-    if any(pair in (("P", "M"), ("M", "R")) for pair in pairs.values()):
-        share = 1.0
-    return share * group_bytes / rate
+    keeps = 1 / prod(digit.size for digit in pairs) if kinds & {("A", "M"), ("M", "B")} else 0.0
+    return (1 - keeps) * group_bytes / rate if rate else 0.0

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from planloom.cluster import Cluster, Link
+from planloom.cluster import MAX_EFFICIENCY, Cluster, Link
 from planloom.collective.geometry import geometry_of_groups
 from planloom.collective.measurements import Measurement
 from planloom.collective.pricing import cost_of_traffic
@@ -147,6 +147,9 @@ def _fit_level(
 ) -> tuple[Cluster, dict[tuple[str, int], float]]:
     """One collective at one level: its start, hop and flow in the link, and its rates by number of members."""
     link = cluster.levels[level].link
+    shown = max(p.outermost.own_bytes * p.num_bytes / p.seconds for p in points)
+    if shown > link.bandwidth_bytes_per_second:  # faster than its data sheet says
+        link = _rescaled(link, 2 * shown)
     members = sorted({p.outermost.members for p in points})
     is_direct = "direct" in ALGORITHMS[cluster.library][kind] and link.shared
     has_flows = is_direct and len({p.outermost.num_flows for p in points}) > 1
@@ -160,7 +163,7 @@ def _fit_level(
             start_seconds={**link.start_seconds, kind: exp(x[0])} if has_hops else link.start_seconds,
             hop_seconds={**link.hop_seconds, kind: exp(x[1])},
             flow={**link.flow, kind: exp(x[2])} if has_flows else link.flow,
-            efficiency={**link.efficiency, **{key: min(share, 4.0) for key, share in rates.items()}},
+            efficiency={**link.efficiency, **{key: min(share, MAX_EFFICIENCY) for key, share in rates.items()}},
         )
 
     def residuals(x: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -176,9 +179,11 @@ def _fit_level(
 
     start = [log(link.latency_seconds), log(link.latency_seconds), log(0.02)]
     low = [log(1e-9), log(1e-9), log(1e-6), *[log(usual * 1e-4)] * len(members)]
-    high = [log(10.0), log(1.0), 0.0, *[log(link.bandwidth_bytes_per_second * 4.0)] * len(members)]
-    first = np.clip([*start, *[log(usual)] * len(members)], low, high)
-    solution = least_squares(residuals, first, bounds=(low, high), x_scale=1.0, max_nfev=200).x
+    high = [log(10.0), log(1.0), 0.0, *[log(link.bandwidth_bytes_per_second * MAX_EFFICIENCY)] * len(members)]
+    # Where another level is the bottleneck at first, this one's rate shows in nothing: several starts.
+    tries = [np.clip([*start, *[log(usual * share)] * len(members)], low, high) for share in (1.0, 0.3, 0.1, 0.03)]
+    fits = [least_squares(residuals, first, bounds=(low, high), x_scale=1.0, max_nfev=200) for first in tries]
+    solution = min(fits, key=lambda fit: float(fit.cost)).x
     found = link_of(solution)
     found = replace(
         found,
@@ -198,17 +203,20 @@ def _rounded(figure: float) -> float:
     return float(f"{figure:.4g}")
 
 
+def _rescaled(link: Link, bandwidth: float) -> Link:
+    """A link of another bandwidth on which collectives with an efficiency keep their rates, as far as one may go."""
+    factor = link.bandwidth_bytes_per_second / bandwidth
+    efficiency = {key: min(share * factor, MAX_EFFICIENCY) for key, share in link.efficiency.items()}
+    return replace(link, bandwidth_bytes_per_second=bandwidth, efficiency=efficiency)
+
+
 def _with_rates(cluster: Cluster, level: int, rates: dict[tuple[str, int], float]) -> Cluster:
     """The best rate becomes the bandwidth; a number of members that was not measured takes the most that was."""
     if not rates:
         return cluster
     link = cluster.levels[level].link
     bandwidth = _rounded(max(rates.values()))
-    efficiency = {
-        key: share * link.bandwidth_bytes_per_second / bandwidth
-        for key, share in link.efficiency.items()
-        if key not in rates
-    }
+    efficiency = {key: share for key, share in _rescaled(link, bandwidth).efficiency.items() if key not in rates}
     efficiency |= {key: _rounded(rate / bandwidth) for key, rate in rates.items()}
     for kind in {kind for kind, _ in rates}:
         most = max(members for other, members in rates if other == kind)

@@ -102,7 +102,9 @@ def find_reductions(
     if chunked:
         pairs = combinations([program for program in found[:_PAIRED] if len(program.moves) > 1], 2)
         single = min(choice.seconds for choice in choices)
-        cycles = [_cycle(*pair, *turns) for pair in pairs if _differ_at_first(*pair) for turns in CYCLES]
+        most = min(p.moves[0].num_bytes for p in found) / MIN_CHUNK_BYTES
+        turns = [turn for turn in CYCLES if sum(turn) <= most]
+        cycles = [_cycle(*pair, *turn) for pair in pairs if _differ_at_first(*pair) for turn in turns]
         paired = [_best_chunking(estimate, cycle, chunked) for cycle in cycles]
         choices += [choice for choice in paired if choice.seconds < single * (1 - MIN_GAIN)]
     ranked = _distinct(sorted(choices, key=lambda choice: (choice.seconds, len(choice.programs), choice.num_chunks)))

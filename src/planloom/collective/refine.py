@@ -46,6 +46,8 @@ class Refinement:
 
     factors: tuple[tuple[int, ...], ...]
     moved: tuple[MovedDigit, ...]
+    masters: tuple[Digit, ...]
+    """Digits that are and stay at their master."""
     local_sizes: tuple[int, ...]
 
 
@@ -89,7 +91,12 @@ def refine(source: Layout, target: Layout, mesh: Mesh, sizes: tuple[int, ...]) -
                 into=split_dims[digit, there] if will == "B" else temporary_dims.get(digit, -1),
             )
         )
-    return Refinement(factors=tuple(factors), moved=tuple(moved), local_sizes=tuple(local_sizes))
+    return Refinement(
+        factors=tuple(factors),
+        moved=tuple(moved),
+        masters=tuple(digit for digit in source.master if digit in target.master),
+        local_sizes=tuple(local_sizes),
+    )
 
 
 def letters_of(layout: Layout) -> dict[Digit, tuple[Letter, int]]:

@@ -278,8 +278,11 @@ class _Search:
         key = (kind, chosen, masters)
         if key not in self.prices:
             digits = tuple(self.moved[i].digit for i in chosen)
-            self.prices[key] = self.price_of(self.mesh, kind, digits, tuple(self.moved[i].digit for i in masters))
+            self.prices[key] = self.price_of(self.mesh, kind, digits, self._masters(masters))
         return self.prices[key]
+
+    def _masters(self, moved: tuple[int, ...]) -> tuple[Digit, ...]:
+        return (*self.refinement.masters, *(self.moved[i].digit for i in moved))
 
     def _synthesized(self, path: _Path | None, price: float) -> Synthesized:
         moves: list[Move] = []
@@ -288,7 +291,7 @@ class _Search:
                 Move(
                     kind=path.kind,
                     digits=tuple(self.moved[i] for i in path.chosen),
-                    masters=tuple(self.moved[i].digit for i in path.masters),
+                    masters=self._masters(path.masters),
                     num_bytes=path.num_bytes,
                 )
             )

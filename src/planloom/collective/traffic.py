@@ -174,6 +174,8 @@ def _wire_bytes(
             edge, flows = share.ring, 1
             if own_uplinks and cluster.library == "nccl":
                 edge /= inner
+            if algorithm == "rings" and _leaves_once(crossing, own_uplinks) and link.shape == "crossbar":
+                edge /= 2
         case "tree":
             edge, flows = share.tree / (2 if m == 2 else 1), 1
             if own_uplinks and cluster.library == "nccl":
@@ -201,6 +203,13 @@ def _wire_bytes(
     )
     all_groups = max(max(_loads(link, count, wires, pattern).values()) for wires in crossing.wires)
     return edge * one, edge * all_groups, flows * all_groups
+
+
+def _leaves_once(crossing: Crossing, own_uplinks: bool) -> bool:
+    """Whether only one of two rings leaves by an uplink: by its first device one way and by its last the other, or from
+    one end of a line of two.
+    """
+    return (own_uplinks and crossing.inner > 1) or (crossing.members == 2 and crossing.outer > 1)
 
 
 def _through(wires: Wires) -> int:

@@ -150,6 +150,6 @@ class Reducer:
         for task in tasks:
             group = task.step.group_of(self.wire.device) or ()
             num_bytes = prod(task.sizes) * first.element_size()
-            alone = bool(group) and self.wire.by_rings(task.step, num_bytes, group)
+            alone = bool(group) and self.wire.by_rings(task.step, num_bytes, group, first.device)
             queues.setdefault((task.number if alone else -1, *sorted(group)), []).append(task)
         return queues

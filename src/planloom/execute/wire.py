@@ -133,7 +133,7 @@ class Wire:
 
     def _all_gather(self, step: Step, array: Tensor, group: tuple[int, ...], tag: int) -> Finish:
         array = array.contiguous()
-        if self.by_rings(step, array.nbytes, group):
+        if self.by_rings(step, array.nbytes, group, array.device):
             with _on_the_wire():
                 found = self._rings(group, tag).all_gather(array)
             return lambda: _join(_from_sorted(found, group), step)
@@ -160,7 +160,7 @@ class Wire:
 
     def _reduce_scatter(self, step: Step, array: Tensor, group: tuple[int, ...], tag: int) -> Finish:
         pieces = _to_sorted(_cut(array, step), group).contiguous()
-        if self.by_rings(step, array.nbytes, group):
+        if self.by_rings(step, array.nbytes, group, array.device):
             combine = torch.add if step.combine == "sum" else torch.maximum
             with _on_the_wire():
                 result = self._rings(group, tag).reduce_scatter(pieces, combine)
@@ -188,9 +188,12 @@ class Wire:
             work = dist.all_to_all_single(received, pieces, group=self.process_group(group), async_op=True)
         return _after(work, lambda: received)
 
-    def by_rings(self, step: Step, num_bytes: int, group: tuple[int, ...]) -> bool:
-        """Whether a step is carried out by messages of its own, which need no order among those of other steps."""
-        if step.is_local or not self._is_gloo(group):
+    def by_rings(self, step: Step, num_bytes: int, group: tuple[int, ...], at: torch.device) -> bool:
+        """Whether a step is carried out by messages of its own, which need no order among those of other steps.
+
+        gloo takes tensors of a GPU in collectives, not in single messages (seen with torch 2.11).
+        """
+        if step.is_local or at.type != "cpu" or not self._is_gloo(group):
             return False
         start = rings_from_bytes("gloo", step.kind, len(group))
         return start is not None and num_bytes >= start
