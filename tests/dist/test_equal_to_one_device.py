@@ -1,11 +1,19 @@
 """Every plan trains like one device: gradients, parameters and losses, on real processes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from planloom.plan import parse_named
-from tests.dist.cases import LEARNING_RATE, reference, require_equal, train
+from planloom.capture import batch_spec
+from planloom.cluster import cluster_to_yaml, load_cluster
+from planloom.layout import enumerate_placements
+from planloom.plan import named_plan, parse_named
+from planloom.program import build_program
+from planloom.report.collectives import collectives_of
+from tests.dist.cases import LEARNING_RATE, captured, reference, require_equal, train
 from tests.dist.workers import Pool
+from tests.models import build
 
 TWO = [
     "dp=2",
@@ -79,3 +87,19 @@ def test_loss_in_float32(pools: dict[int, Pool], model: str, plan: str) -> None:
 def test_three_space_axes_on_eight_processes(pools: dict[int, Pool], model: str, plan: str) -> None:
     expected = reference(model, torch.float64, "sgd", 4)
     require_equal(pools[8].run(train, model, plan, torch.float64, "sgd", 4), expected)
+
+
+@pytest.mark.parametrize("spec", ["dp=4", pytest.param("dp=4,zero1", marks=pytest.mark.slow)])
+def test_reductions_that_a_slow_network_makes_hierarchical(pools: dict[int, Pool], spec: str) -> None:
+    """The plan's cluster has slow uplinks: gradients are reduced inside nodes, between them, and gathered inside."""
+    blocks, cluster = captured("gpt", torch.float64), load_cluster("two-by-two")
+    slow = replace(cluster.levels[0].link, bandwidth_bytes_per_second=1e3)
+    cluster = replace(cluster, levels=(replace(cluster.levels[0], link=slow), cluster.levels[1]))
+    (placement,) = enumerate_placements(cluster.level_counts, {"dp": 4})
+    batch = batch_spec(build("gpt", torch.float64)[1])
+    plan = named_plan(blocks, parse_named(spec), batch=batch, placement=placement)
+    plan = replace(plan, cluster=cluster_to_yaml(cluster))
+    words = collectives_of(cluster, build_program(blocks, plan))
+    assert any(text.count("→") >= 1 for text in words), words
+    results = pools[4].run(train, "gpt", plan, torch.float64, "sgd", 4)
+    require_equal(results, reference("gpt", torch.float64, "sgd", 4))
