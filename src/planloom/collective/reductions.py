@@ -25,6 +25,7 @@ from math import hypot
 from planloom.cluster import Cluster
 from planloom.collective.bounds import lower_bound_seconds
 from planloom.collective.pricing import CostLine, digits_cost, seconds_price
+from planloom.collective.refine import is_refinable, refine
 from planloom.collective.steps import LOCAL_KINDS
 from planloom.collective.synthesis import Move, Synthesized, synthesize
 from planloom.errors import LayoutError
@@ -89,7 +90,8 @@ def find_reductions(
     chunked: bool = True,
 ) -> Reduction:
     """The `num_best` best choices; `chunked=False` leaves out pipelining and pairs of programs."""
-    width = max(num_best, _SEARCHED if chunked else 1)
+    num_moved = len(refine(source, target, mesh, sizes).moved) if is_refinable(source, target) else 0
+    width = max(num_best, (_SEARCHED if num_moved <= _FEW_DIGITS else _PAIRED) if chunked else 1)
     price = seconds_price(cluster)
     found = synthesize(source, target, mesh, sizes, price=price, item_bytes=item_bytes, num_best=width, detours=False)
     (cheapest,) = synthesize(source, target, mesh, sizes, price=price, item_bytes=item_bytes)
@@ -115,7 +117,8 @@ def find_reductions(
     )
 
 
-_SEARCHED = 24  # programs whose chunking is tried
+_SEARCHED = 24  # programs whose chunking is tried; with more digits than a few, those that are tried in pairs
+_FEW_DIGITS = 4
 _PAIRED = 8  # programs that are tried in pairs
 
 

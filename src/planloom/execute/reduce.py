@@ -5,7 +5,7 @@ itself. Steps on the same process group run one after another, in one order on a
 while one group waits for its slow link another reduces the next chunk. Steps by rings are single messages with tags of
 their own and need no order among others: each step of a program has its thread. The order in a thread is by waves: step
 s of the i-th chunk of a program is in wave i + s. A step comes after the step before it in every such order, so nothing
-can block.
+can block. Arrays on a GPU go through one thread, in the same order.
 """
 
 import threading
@@ -42,7 +42,7 @@ class Reducer:
         wire.create_groups(group for program in steps for s in program if not s.is_local for group in s.groups)
         self._num_programs = len(steps)
         self._cut_dim = self._find_cut_dim(choice.num_chunks)
-        self._num_chunks = choice.num_chunks if self._cut_dim is not None else 1
+        self._num_chunks = choice.num_chunks if self._cut_dim is not None else 1  # one, where it cannot be cut evenly
         self._steps = [steps[i % len(steps)] for i in range(self._num_chunks)]
 
     @property
@@ -107,6 +107,9 @@ class Reducer:
 
     def _run_chunks(self, chunks: list[Tensor]) -> list[Tensor]:
         queues = self._queues(chunks[0])
+        if len(queues) > 1 and chunks[0].device.type != "cpu":
+            # On a GPU a kernel of one group can keep that of another from starting: all in one order.
+            queues = {(): sorted((task for queue in queues.values() for task in queue), key=self._wave)}
         done = {(task.chunk, task.number): task.done for queue in queues.values() for task in queue}
         most_steps = max(map(len, self._steps))
         tag = self.wire.reserve_tags(self._num_chunks * most_steps)
@@ -137,6 +140,9 @@ class Reducer:
             raise failures[0]
         return chunks
 
+    def _wave(self, task: _Task) -> tuple[int, int]:
+        return task.chunk // self._num_programs + task.number, task.chunk
+
     def _queues(self, first: Tensor) -> dict[tuple[int, ...], list[_Task]]:
         """The tasks of every thread of this device, in the order of waves."""
         tasks = []
@@ -145,7 +151,7 @@ class Reducer:
             for number, step in enumerate(steps):
                 tasks.append(_Task(chunk=chunk, number=number, step=step, sizes=sizes))
                 sizes = local_sizes_after(step, sizes)
-        tasks.sort(key=lambda task: (task.chunk // self._num_programs + task.number, task.chunk))
+        tasks.sort(key=self._wave)
         queues: dict[tuple[int, ...], list[_Task]] = {}
         for task in tasks:
             group = task.step.group_of(self.wire.device) or ()
