@@ -27,7 +27,8 @@ NUM_ROUNDS = 3
 """The first one warms up; a program that takes this much longer than the best in it is not run again."""
 OUT_OF_THE_RUNNING = 1.25
 
-_SMALL, _LARGE, _NUM_MESSAGES = 1 << 20, 4 << 20, 100
+_SMALL, _LARGE = 1 << 20, 4 << 20
+_NUM_BURSTS, _BURST = 20, 16
 _LIMIT = timedelta(seconds=120)
 
 
@@ -59,19 +60,20 @@ def measure_links(cluster: Cluster) -> list[dict[str, float]]:
 
 
 def _message_seconds(rank: int, distance: int) -> float:
-    """What a host takes for one small message there and one here while all other devices do the same."""
+    """What a host takes to send and receive one small message, of many at once, while all other devices do so too."""
     partner = rank + distance if rank // distance % 2 == 0 else rank - distance
     if partner >= dist.get_world_size():
         partner = rank
-    here, there = torch.zeros(1), torch.zeros(1)
+    here, there = torch.zeros(_BURST, 1), torch.zeros(_BURST, 1)
     dist.barrier()
     start = time.perf_counter()
-    for _ in range(_NUM_MESSAGES if partner != rank else 0):
-        works = [dist.irecv(there, partner, tag=1), dist.isend(here, partner, tag=1)]
+    for _ in range(_NUM_BURSTS if partner != rank else 0):
+        works = [dist.irecv(there[i], partner, tag=1 + i) for i in range(_BURST)]
+        works += [dist.isend(here[i], partner, tag=1 + i) for i in range(_BURST)]
         for work in works:
             assert work is not None
             work.wait()
-    seconds = torch.tensor([(time.perf_counter() - start) / _NUM_MESSAGES])
+    seconds = torch.tensor([(time.perf_counter() - start) / (_NUM_BURSTS * _BURST)])
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
     return float(seconds)
 

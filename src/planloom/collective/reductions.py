@@ -200,7 +200,7 @@ class _Estimate:
                 queues[queue] = queues.get(queue, 0.0) + seconds * share
                 if line is None:
                     continue
-                host += 2 * line.num_messages * self.cluster.device.launch_seconds * share
+                host += line.num_messages * self.cluster.device.launch_seconds * share
                 for level, per_byte in line.busy_seconds_per_byte:
                     busy = per_byte * move.num_bytes / num_chunks
                     levels[level] = levels.get(level, 0.0) + busy * share

@@ -134,10 +134,10 @@ def _measure_update(key: str, sizes: list[int], dtypes: list[str], device: torch
 
 
 def _collective_tasks(known: Mapping[str, float], device: torch.device) -> list[Callable[[], Measured]]:
-    """All kinds of collectives on all group sizes that divide the world, all groups at once."""
+    """The usual kinds of collectives on all group sizes that divide the world, all groups at once."""
     world, rank = dist.get_world_size(), dist.get_rank()
     wire = Wire(rank, timeout_seconds=120)
-    kinds: tuple[StepKind, ...] = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
+    kinds: tuple[StepKind, ...] = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "reduce", "broadcast")
     tasks: list[Callable[[], Measured]] = []
     for size in (n for n in range(2, world + 1) if world % n == 0):
         groups = tuple(tuple(range(i, i + size)) for i in range(0, world, size))
