@@ -1,6 +1,7 @@
 """`planloom demo`: the whole path on this machine, in a few minutes."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,13 +11,14 @@ from planloom.blocks import find_segments
 from planloom.cli.models import CapturedModel, capture_model
 from planloom.cli.output import JsonOption, progress_bar, screen, show
 from planloom.cli.plans import DEFAULT_STORE, candidate_document, find_candidates, measure_candidates, rank
-from planloom.cluster import format_seconds, load_cluster
+from planloom.cluster import Cluster, format_seconds, load_cluster
 from planloom.cost import Prices, run_fingerprint
 from planloom.errors import PlanError
 from planloom.plan import save_plan
 from planloom.program import verify_program
 from planloom.report import candidates_table, timeline_svg
 from planloom.report.collectives import collectives_of
+from planloom.search import Candidate
 from planloom.simulate import simulate
 
 if TYPE_CHECKING:
@@ -69,6 +71,9 @@ def demo_command(
     collectives = collectives_of(cluster, best.program)
     for words, count in collectives.most_common():
         _say(as_json, f"   {count} × {words}")
+    synthesized = _synthesized(ranked, cluster)
+    if synthesized is not None:
+        _say(as_json, f"   ({synthesized[0]} reduces by {synthesized[1]})")
     folder = store.parent
     plan_path, picture = folder / "demo-plan.json", folder / "demo-timeline.svg"
     save_plan(best.plan, plan_path)
@@ -91,11 +96,22 @@ def demo_command(
         "best": best.name,
         "verified": True,
         "collectives": dict(collectives),
+        "synthesized": synthesized,
         "predicted_step_seconds": predicted,
         "measured_step_seconds": measured_step,
         "losses": list(trained.losses),
     }
     show(document, as_json=as_json)
+
+
+def _synthesized(ranked: Sequence[Candidate], cluster: Cluster) -> tuple[str, str] | None:
+    """The best plan with a reduction of several steps, and its commonest one."""
+    for candidate in ranked:
+        if candidate.program is not None:
+            for words, _ in collectives_of(cluster, candidate.program).most_common():
+                if "→" in words:
+                    return candidate.label, words
+    return None
 
 
 def _say(as_json: bool, text: str) -> None:
