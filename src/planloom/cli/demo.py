@@ -72,7 +72,7 @@ def demo_command(
     for words, count in collectives.most_common():
         _say(as_json, f"   {count} × {words}")
     synthesized = _synthesized(ranked, cluster)
-    if synthesized is not None:
+    if synthesized is not None and synthesized[1] not in collectives:
         _say(as_json, f"   ({synthesized[0]} reduces by {synthesized[1]})")
     folder = store.parent
     plan_path, picture = folder / "demo-plan.json", folder / "demo-timeline.svg"

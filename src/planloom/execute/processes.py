@@ -21,8 +21,9 @@ _TAIL_LINES = 20
 
 
 def report(event: str, **fields: Any) -> None:
-    """Called in a worker: tell the parent."""
-    print(_MARK + json.dumps({"event": event, **fields}), flush=True)
+    """Called in a worker: tell the parent. Line and end in one write: all workers share a pipe."""
+    sys.stdout.write(f"{_MARK}{json.dumps({'event': event, **fields})}\n")
+    sys.stdout.flush()
 
 
 @contextmanager
