@@ -12,7 +12,6 @@ from planloom.collective import Choice, Reduction, find_reductions
 from planloom.layout import Digit, Layout, Mesh, Placement, enumerate_placements, mesh_of
 
 CLUSTERS = Path(__file__).parent / "clusters"
-NUM_BEST = 20
 ITEM_BYTES = 4
 
 
@@ -24,6 +23,8 @@ class Topology:
     kind: str
     axis_sets: tuple[dict[str, int], ...]
     num_bytes: int
+    num_best: int = 20
+    """How many programs of every case are measured."""
 
     @property
     def path(self) -> Path:
@@ -39,7 +40,7 @@ TOPOLOGIES = (
     Topology(name="three-2x2x2", kind="three levels", axis_sets=_EIGHT, num_bytes=6 << 20),
     Topology(name="torus-4x4", kind="torus", axis_sets=_SIXTEEN, num_bytes=8 << 20),
 )
-QUICK = (Topology(name="shared-2x4", kind="shared uplinks", axis_sets=_EIGHT[:1], num_bytes=4 << 20),)
+QUICK = (Topology(name="uplinks-2x4", kind="one uplink a device", axis_sets=_EIGHT[:1], num_bytes=4 << 20, num_best=4),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +86,7 @@ def find_cases(topology: Topology, cluster: Cluster) -> list[Case]:
         for placement in enumerate_placements(cluster.level_counts, axes):
             mesh = mesh_of(placement)
             for axis in mesh.axes:
-                found = _reduction(cluster, mesh, axis.digits, num_elements)
+                found = _reduction(cluster, mesh, axis.digits, num_elements, topology.num_best)
                 cases.append(
                     Case(
                         placement=placement,
@@ -99,6 +100,6 @@ def find_cases(topology: Topology, cluster: Cluster) -> list[Case]:
     return cases
 
 
-def _reduction(cluster: Cluster, mesh: Mesh, digits: tuple[Digit, ...], num_elements: int) -> Reduction:
+def _reduction(cluster: Cluster, mesh: Mesh, digits: tuple[Digit, ...], num_elements: int, num_best: int) -> Reduction:
     source, target = Layout(splits=((),), partial=digits), Layout(splits=((),))
-    return find_reductions(cluster, mesh, source, target, (num_elements,), item_bytes=ITEM_BYTES, num_best=NUM_BEST)
+    return find_reductions(cluster, mesh, source, target, (num_elements,), item_bytes=ITEM_BYTES, num_best=num_best)
