@@ -40,7 +40,7 @@ TOPOLOGIES = (
     Topology(name="three-2x2x2", kind="three levels", axis_sets=_EIGHT, num_bytes=6 << 20),
     Topology(name="torus-4x4", kind="torus", axis_sets=_SIXTEEN, num_bytes=8 << 20),
 )
-QUICK = (Topology(name="uplinks-2x4", kind="one uplink a device", axis_sets=_EIGHT[:1], num_bytes=4 << 20, num_best=4),)
+QUICK = (Topology(name="uplinks-2x4", kind="one uplink a device", axis_sets=_EIGHT[:1], num_bytes=6 << 20, num_best=3),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
