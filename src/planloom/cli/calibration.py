@@ -6,11 +6,11 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from planloom.cli.clusters import write_cluster
-from planloom.cli.output import JsonOption, messages, show
+from planloom.cli.output import JsonOption, messages, show, write_file
 from planloom.cli.plans import ClusterOption, NodesOption
 from planloom.cluster import cluster_to_yaml, load_cluster
 from planloom.collective.measurements import read_measurements
+from planloom.errors import ClusterError
 from planloom.report.tables import cluster_table, collectives_table
 
 
@@ -32,7 +32,7 @@ def calibrate_command(
     machine = load_cluster(cluster, num_outer=nodes)
     fit = calibrate(machine, read_measurements(table, machine))
     if out is not None:
-        write_cluster(cluster_to_yaml(fit.cluster), out)
+        write_file(cluster_to_yaml(fit.cluster), out, failing=ClusterError)
     errors = Table("collective", "measurements", "mean error", "largest error")
     for kind, own in fit.errors.items():
         errors.add_row(kind, str(len(own)), f"{sum(own) / len(own):.1%}", f"{max(own):.1%}")

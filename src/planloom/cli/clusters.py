@@ -8,7 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import RenderableType
 from rich.table import Table
 
-from planloom.cli.output import JsonOption, messages, progress_bar, screen, show
+from planloom.cli.output import JsonOption, messages, progress_bar, screen, show, write_file
 from planloom.cluster import Cluster, Link, cluster_to_yaml, list_presets, load_cluster
 from planloom.errors import ClusterError
 from planloom.report.tables import cluster_table, collectives_table
@@ -48,7 +48,7 @@ def cluster_command(
         cluster = load_cluster(name, num_outer=nodes)
         text = cluster_to_yaml(cluster)
     if out is not None:
-        write_cluster(text, out)
+        write_file(text, out, failing=ClusterError)
     document = cluster_document(cluster)
     if name == DISCOVER:
         document |= {"notices": list(notices)}
@@ -134,12 +134,3 @@ def _discover(*, nodes: int | None, cpu: bool) -> tuple[Cluster, str, tuple[str,
     with progress_bar("measuring this machine"):
         found = discover(Machine(nvml=None if cpu else load_nvml()))
     return found.cluster, found.to_yaml(), found.notices
-
-
-def write_cluster(text: str, out: Path) -> None:
-    try:
-        out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ClusterError(
-            f"{str(out)!r} cannot be written", given=str(error), required="the path of a file in a folder that exists"
-        ) from None

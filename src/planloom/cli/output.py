@@ -1,14 +1,18 @@
 """What commands print: tables on a terminal, or one JSON document on standard output and nothing else there."""
 
 import json
+import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from planloom.errors import PlanloomError
 
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on standard output, nothing else.")]
 
@@ -24,6 +28,22 @@ def show(document: dict[str, Any], *tables: RenderableType, as_json: bool) -> No
     else:
         for table in tables:
             screen.print(table)
+
+
+def write_file(text: str, out: Path, *, failing: type[PlanloomError] = PlanloomError) -> None:
+    """Write beside the target and rename, so that a full disk leaves no half-written file."""
+    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(out)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise failing(
+            f"{str(out)!r} cannot be written",
+            given=str(error),
+            required="the path of a file in a folder that exists, with space left",
+        ) from None
 
 
 @contextmanager

@@ -14,14 +14,14 @@ from typing import Annotated, Any
 import typer
 from rich.console import RenderableType
 
-from planloom.cli.output import JsonOption, messages, progress_bar, screen, show
+from planloom.cli.output import JsonOption, messages, progress_bar, screen, show, write_file
 from planloom.cli.placements import parse_sizes
 from planloom.cli.plans import ClusterOption, NodesOption
 from planloom.cluster import DTYPES, Cluster, format_bytes, load_cluster, parse_bytes
 from planloom.collective import Choice, Move, find_reductions, seconds_price
 from planloom.collective.oracle import check_program
 from planloom.collective.refine import is_refinable
-from planloom.errors import LayoutError, PlanloomError
+from planloom.errors import LayoutError
 from planloom.layout import Digit, Layout, Mesh, Placement, enumerate_placements, mesh_of
 from planloom.report.reductions import (
     PlacedReduction,
@@ -153,7 +153,7 @@ def reduce_command(
     ranked = sorted(found, key=lambda placed: placed.reduction.best.seconds)
     shown = ranked[: limit or None]
     if picture is not None:
-        _write(reductions_svg(shown, levels, title=title), picture)
+        write_file(reductions_svg(shown, levels, title=title), picture)
         messages.print(f"bars written to {picture}", markup=False)
     document = {
         "cluster": machine.name,
@@ -418,12 +418,3 @@ def _told(cluster: Cluster) -> str:
 
 def _written(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{name}={size}" for name, size in sizes.items())
-
-
-def _write(text: str, out: Path) -> None:
-    try:
-        out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise PlanloomError(
-            f"{str(out)!r} cannot be written", given=str(error), required="the path of a file in a folder that exists"
-        ) from None
