@@ -20,7 +20,7 @@ Programs that read what is not there, or that cannot go on, raise `BrokenError`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Literal, TypeVar
 
@@ -77,6 +77,7 @@ class _Reduction:
     micro: int
     sources: dict[int, _Cell]
     results: dict[int, Tensor] | None = None
+    masks: dict[int, Tensor] = field(default_factory=dict)
 
 
 @dataclass(eq=False, slots=True)
@@ -315,6 +316,8 @@ class Emulation:
 
     def _start_collective(self, devices: Sequence[int], collective: Collective, micro: int) -> None:
         reduction = _Reduction(collective, micro, {d: self._cell(d, collective.source, micro) for d in devices})
+        if collective.rows is not None:
+            reduction.masks = {d: self._get(d, collective.rows, micro).clone() for d in devices}
         for device in devices:
             self._start(device, self._place(collective.target, micro), ("collective", reduction))
 
@@ -352,6 +355,9 @@ class Emulation:
         if work.results is None:
             collective, factors = work.instruction, self.blocks.graph.tensors[work.instruction.tensor].factors
             cells = work.sources
+            if work.masks:
+                work.results = self._reduced_rows(work)
+                return work.results
             arrays = {d: _checked(lambda d=d: cells[d].read().reshape(collective.sizes)) for d in cells}
             for step in collective.steps:
                 arrays = _apply(step, arrays)
@@ -367,6 +373,27 @@ class Emulation:
                 self._further[key] = torch.tensor([*array.shape, 1])
             work.results = {d: array.reshape(_shape(factors, array.shape)).clone() for d, array in arrays.items()}
         return work.results
+
+    def _reduced_rows(self, work: _Reduction) -> dict[int, Tensor]:
+        """A ragged tensor: written out with zeros between its rows, moved as any other, and rows taken out again."""
+        collective = work.instruction
+        wholes, masks = {}, {}
+        for device, cell in work.sources.items():
+            mask, rows = work.masks[device].flatten(), cell.read()[0]
+            whole = torch.zeros(mask.numel(), rows.shape[1], dtype=rows.dtype)
+            whole[mask] = rows
+            wholes[device] = whole.reshape(collective.sizes)
+            masks[device] = mask.unsqueeze(1).expand(whole.shape).reshape(collective.sizes).to(torch.float64)
+        for step in collective.steps:
+            wholes = _apply(step, wholes)
+            masks = masks if step.kind in ("all_reduce", "mask") else _apply(replace(step, combine="max"), masks)
+        count = collective.num_row_dims
+        results = {}
+        for device, whole in wholes.items():
+            num_rows = prod(whole.shape[:count])
+            held = masks[device].reshape(num_rows, -1)[:, 0] > 0
+            results[device] = whole.reshape(num_rows, -1)[held].unsqueeze(0).clone()
+        return results
 
     def _end_send(self, device: int, exchange: _Exchange) -> None:
         """The send has ended: every message has met its receive, and its elements are on their way."""

@@ -1,7 +1,8 @@
-"""The two models of the tests, built alike in every process: values depend on the name and dtype alone."""
+"""The models of the tests, built alike in every process: values depend on the name and dtype alone."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,14 +39,30 @@ def llama() -> tuple[nn.Module, dict[str, Tensor]]:
 MODELS = {"gpt": gpt, "llama": llama}
 
 
-def build(name: str, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A model with random parameters (biases and norms too) that are the same in every process."""
+def build(name: str, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any]]:
+    """A model with random parameters (biases and norms too) that are the same in every process.
+
+    Models of the zoo are named `zoo/…`, with dropout `zoo/…+dropout`; their experts run as eager PyTorch.
+    """
+    if name.startswith("zoo/"):
+        return _from_zoo(name.removeprefix("zoo/"), dtype)
     torch.manual_seed(7)
     model, batch = MODELS[name]()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.05 * torch.randn_like(parameter)
     return model.to(dtype), batch
+
+
+def _from_zoo(name: str, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any]]:
+    from tests.zoo import SMALL
+
+    name, _, dropout = name.partition("+")
+    model, batch = SMALL[name](dropout=0.25) if dropout else SMALL[name]()
+    if hasattr(getattr(model, "config", None), "_experts_implementation"):
+        model.set_experts_implementation("eager")
+    floats = {key for key, value in batch.items() if isinstance(value, Tensor) and value.is_floating_point()}
+    return model.to(dtype), {key: value.to(dtype) if key in floats else value for key, value in batch.items()}
 
 
 class _Lift(TorchFunctionMode):

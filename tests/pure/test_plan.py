@@ -49,14 +49,14 @@ def empty(blocks: BlockGraph) -> Draft:
 @pytest.fixture
 def staged(empty: Draft) -> Draft:
     """The second map and the loss in a stage of their own."""
-    return empty.assign("second|model:statistics", stage=1, mesh=Mesh.of((4, 5), dp=2))
+    return empty.assign("second|loss", stage=1, mesh=Mesh.of((4, 5), dp=2))
 
 
 # --- by hand ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_tiny_graph_has_the_blocks_that_these_tests_name(blocks: BlockGraph) -> None:
-    assert [block.name for block in blocks.blocks] == ["first", "model:apply", "second", "model:statistics"]
+    assert [block.name for block in blocks.blocks] == ["first", "model:apply", "second", "loss"]
 
 
 def test_split_takes_the_blocks_that_match_and_have_the_dim(empty: Draft) -> None:
@@ -138,7 +138,7 @@ def test_a_stage_that_reads_from_a_later_one(empty: Draft) -> None:
 
 def test_two_stages_that_share_a_device(empty: Draft) -> None:
     with pytest.raises(PlanError, match=r"(?s)share a device.*\(0, 1, 2, 3, 3, 5\)"):
-        empty.assign("second|model:statistics", stage=1, mesh=Mesh.of((3, 5), dp=2)).plan("p")
+        empty.assign("second|loss", stage=1, mesh=Mesh.of((3, 5), dp=2)).plan("p")
 
 
 def test_a_parameter_that_is_not_there(empty: Draft) -> None:

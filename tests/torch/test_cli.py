@@ -28,8 +28,8 @@ def test_help_does_not_import_torch_and_every_command_has_an_example() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
     )
-    assert done.stdout.split() == ["10", "False"]
-    for command in ("demo", "plan", "verify", "simulate", "blocks", "train", "cluster"):
+    assert done.stdout.split() == ["12", "False"]
+    for command in ("demo", "plan", "verify", "simulate", "blocks", "models", "train", "cluster"):
         done = planloom(command, "--help")
         assert done.returncode == 0
         assert f"Example: planloom {command}" in " ".join(done.stdout.split())
@@ -41,11 +41,23 @@ def test_clusters_are_listed_and_scaled() -> None:
     assert document("cluster", "dgx-h100", "--nodes", "16")["num_devices"] == 128
 
 
-def test_blocks_of_a_model() -> None:
-    found = document("blocks", TINY)
-    assert found["operators"] > len(found["blocks"])
-    assert "layers.0.attention.qkv" in [block["name"] for block in found["blocks"]]
-    assert sum(segment["stop"] - segment["start"] for segment in found["segments"]) == len(found["blocks"])
+def test_blocks_of_a_model(tmp_path: Path) -> None:
+    picture = tmp_path / "blocks.dot"
+    found = document("blocks", TINY, "--dot", str(picture))
+    assert found["operators"] > found["blocks"] > found["segments"] >= found["distinct_segments"] > 1
+    assert "layers.0.attention.qkv" in [block["name"] for block in found["block_list"]]
+    assert len(found["block_list"]) == found["blocks"]
+    assert len(found["segment_list"]) == found["segments"]
+    assert sum(segment["stop"] - segment["start"] for segment in found["segment_list"]) == found["blocks"]
+    assert sum(segment["count"] for segment in found["distinct_segment_list"]) == found["segments"]
+    assert sum(block["flops"] for block in found["block_list"]) == found["flops"]
+    assert 2 * found["flops"] < found["training_flops"] <= 3 * found["flops"]
+    assert found["parameters"] > 0
+    assert 0 < found["capture_seconds"] < 120
+    assert 1 << 26 < found["peak_rss_bytes"] < 1 << 33
+    strategies = found["strategies_log10"]
+    assert strategies["operators"] > strategies["blocks"] >= strategies["distinct_segments"] > 0
+    assert picture.read_text().startswith("digraph blocks {")
 
 
 def test_plan_then_verify_then_simulate(tmp_path: Path) -> None:
@@ -66,6 +78,7 @@ REFUSED = [
     (["cluster", "no-such"], "no-such"),
     (["blocks", "no/such/file.py:x"], "path/to/file.py:factory"),
     (["blocks", "examples/models/gpt.py:nothing"], "has no 'nothing'"),
+    (["blocks", TINY, "--dot", "no/such/folder/x.dot"], "cannot be written"),
     (["plan", TINY, "--cluster", "two-by-two", "--named", "dp=3"], "does not fill the cluster"),
     (["plan", TINY, "--cluster", "two-by-two", "--named", "dp=4,cats"], "unknown word 'cats'"),
     (["plan", TINY, "--cluster", "two-by-two", "--named", "dp=4,micro=3"], "does not divide"),

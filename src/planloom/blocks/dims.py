@@ -115,8 +115,18 @@ def name_dim(
     if any(of_loss(graph, graph.ops[index]) for index, _ in factors):
         return "vocab"
     words = [name.split(".")[0] for index, name in factors if rule_of(graph.ops[index]).kind == "contraction"]
-    named = [word for word in words if word in ("in", "out", "vocab", "heads", "group")]
+    named = [word for word in words if word in ("in", "out", "vocab", "heads", "group", "experts")]
     return named[0] if named else "features"
+
+
+def label_of(graph: Graph, factors: Sequence[Factor], labels: Mapping[tuple[str, int], str]) -> str:
+    """The label that some tensor gives to a class of factors, or nothing."""
+    for index, factor in factors:
+        for tensor, names in terms(graph.ops[index]):
+            for i, name in enumerate(names):
+                if name == factor and (tensor, i) in labels:
+                    return labels[tensor, i]
+    return ""
 
 
 def of_loss(graph: Graph, op: Op) -> bool:
@@ -128,7 +138,8 @@ def flow_labels(graph: Graph) -> dict[tuple[str, int], str]:
     """`batch` and `sequence`, followed from the inputs through the operators.
 
     The batch is the first dim of the inputs, where they have the size that most of them have there; the sequence is the
-    second dim of whole numbers (tokens, labels), or of inputs with features behind it.
+    second dim of whole numbers (tokens, labels), or of inputs [batch, sequence, features]. `experts` begins where tokens
+    are sent to them.
     """
     tensors = [graph.tensors[name] for name in graph.inputs]
     firsts = [tensor.shape[0] for tensor in tensors if tensor.shape]
@@ -136,16 +147,32 @@ def flow_labels(graph: Graph) -> dict[tuple[str, int], str]:
     labels: dict[tuple[str, int], str] = {}
     for tensor in tensors:
         words = ["batch" if tensor.shape[:1] == (batch,) else ""]
-        words += ["sequence" if words[0] and (not tensor.is_float or len(tensor.shape) > 2) else ""]
+        words += ["sequence" if words[0] and (not tensor.is_float or len(tensor.shape) == 3) else ""]
         dims = [dim for dim, factors in enumerate(tensor.factors) for _ in factors]
         labels.update({(tensor.name, i): words[dim] for i, dim in enumerate(dims) if dim < 2 and words[dim]})
-    for op in graph.ops:
+    found = -1
+    while found < len(labels):
+        found = len(labels)
+        _flow(graph.ops, labels, forward=True)
+        _flow(graph.ops[::-1], labels, forward=False)
+    return labels
+
+
+def _flow(ops: Sequence[Op], labels: dict[tuple[str, int], str], *, forward: bool) -> None:
+    """Follow labels from inputs to outputs, or from outputs back to inputs that have none (given tensors)."""
+    for op in ops:
         known: dict[str, str] = {}
+        if op.target == "planloom.dispatch.default":
+            known.update({name: "experts" for name in rule_of(op).sizes if name.split(".")[0] == "experts"})
         pairs = terms(op)
-        for name, factors in pairs[: len(op.inputs)]:
+        sources, targets = pairs[: len(op.inputs)], pairs[len(op.inputs) :]
+        if not forward:
+            sources, targets = targets, sources
+        for name, factors in sources:
             for i, factor in enumerate(factors):
                 if (name, i) in labels:
                     known.setdefault(factor, labels[name, i])
-        for name, factors in pairs[len(op.inputs) :]:
-            labels.update({(name, i): known[factor] for i, factor in enumerate(factors) if factor in known})
-    return labels
+        for name, factors in targets:
+            for i, factor in enumerate(factors):
+                if factor in known:
+                    labels.setdefault((name, i), known[factor])

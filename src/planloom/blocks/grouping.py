@@ -14,11 +14,26 @@ residual sum before them) and norm application are separate blocks.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from heapq import heapify, heappop, heappush
+from math import prod
 
-from planloom.blocks.dims import BlockDim, factor_classes, flow_labels, name_dim, of_loss, rule_of, split_states
+from planloom.blocks.dims import (
+    BlockDim,
+    factor_classes,
+    flow_labels,
+    label_of,
+    name_dim,
+    of_loss,
+    rule_of,
+    split_states,
+)
 from planloom.graph import Graph
+
+
+# Tokens to experts and back: a layout may change on either side, as at a contraction with a parameter.
+_ALONE = ("planloom.dispatch.default", "planloom.combine.default")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,14 +48,11 @@ class Block:
     given: tuple[str, ...]
     outputs: tuple[str, ...]
     dims: tuple[BlockDim, ...]
+    is_source: bool = False
+    """Reads no activations: an embedding, a position table, and what is made of parameters and constants alone."""
 
     def dim(self, name: str) -> BlockDim | None:
         return next((dim for dim in self.dims if dim.name == name), None)
-
-    @property
-    def is_source(self) -> bool:
-        """Reads parameters and given tensors only, no activations: an embedding, a position table."""
-        return not self.inputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,16 +81,22 @@ def find_blocks(graph: Graph) -> BlockGraph:
     grouping = _Grouping(graph)
     for index in range(len(graph.ops)):
         grouping.visit(index)
+    grouping.join_terms_of_loss()
     groups = grouping.ordered_groups()
     group_of = {op: i for i, members in enumerate(groups) for op in members}
     labels = flow_labels(graph)
     used: dict[str, int] = {}
-    blocks = []
+    blocks: list[Block] = []
+    constant: set[str] = set()
+    """Tensors that no input changes."""
     for i, members in enumerate(groups):
         name = _block_name(graph, members)
         used[name] = used.get(name, 0) + 1
         name = name if used[name] == 1 else f"{name}#{used[name]}"
-        blocks.append(_block(graph, i, name, members, group_of, labels))
+        block = _block(graph, i, name, members, group_of, labels)
+        is_constant = constant.issuperset(block.inputs) and not graph.given_from_inputs.intersection(block.given)
+        constant.update(block.outputs if is_constant else ())
+        blocks.append(replace(block, is_source=is_constant or not block.inputs))
     return BlockGraph(graph=graph, blocks=tuple(blocks))
 
 
@@ -87,6 +105,7 @@ class _Grouping:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
+        self._parameters = graph.parameter_names
         self.group_of: dict[int, int] = {}
         self.members: dict[int, list[int]] = {}
 
@@ -95,7 +114,9 @@ class _Grouping:
         op = self.graph.ops[index]
         rule = rule_of(op)
         producers = self._producer_groups(index)
-        if rule.kind == "contraction" and any(name in self.graph.parameters for name in op.inputs):
+        if rule.kind == "contraction" and any(name in self._parameters for name in op.inputs):
+            return
+        if op.target in _ALONE or (rule.sizes and set(rule.sizes) == set(rule.fixed)):
             return
         if rule.kind == "view" and len(producers) == 1 and self._joins_as_view(producers[0], index):
             self._merge(producers[0], index)
@@ -103,6 +124,25 @@ class _Grouping:
         for group in producers:
             if self._is_open(group, index) and self._keeps_dims([*self.members[group], *self._own(index)]):
                 self._merge(group, index)
+
+    def join_terms_of_loss(self) -> None:
+        """One block for the terms of a loss and what adds them up: a sum over the batch is a sum of micro-batches."""
+        made = self.graph.producer
+        tail, terms, waiting = set(), set(), [made[self.graph.loss]]
+        while waiting:
+            index = waiting.pop()
+            op = self.graph.ops[index]
+            own = tuple(i for i, name in enumerate(op.inputs) if name in made)
+            is_scalar = prod(self.graph.tensors[op.outputs[0]].shape) == 1
+            is_sum = is_scalar and own in rule_of(op).linear and rule_of(op).kind != "contraction"
+            (tail if is_sum else terms).add(index)
+            waiting += [made[op.inputs[i]] for i in own] if is_sum else []
+        groups = {self.group_of[i] for i in tail | terms}
+        members = sorted(i for group in groups for i in self.members[group])
+        if tail and all(rule_of(self.graph.ops[i]).kind == "contraction" for i in terms) and self._is_convex(members):
+            first, *rest = sorted(groups)
+            for group in rest:
+                self._merge(first, group)
 
     def _own(self, index: int) -> list[int]:
         return self.members[self.group_of[index]]
@@ -128,7 +168,7 @@ class _Grouping:
         contractions = [i for i in self.members[group] if rule_of(self.graph.ops[i]).kind == "contraction"]
         for i in contractions:
             op = self.graph.ops[i]
-            if any(name in self.graph.parameters for name in op.inputs) or op.target.endswith("attention.default"):
+            if any(name in self._parameters for name in op.inputs) or op.target in _ALONE or op.target.endswith("attention.default"):
                 return False
         own = self._own(index)
         followed = self._descendants(contractions, within={*self.members[group], *own})
@@ -181,13 +221,22 @@ class _Grouping:
             group: {self.group_of[i] for index in members for i in self._sources(index)} - {group}
             for group, members in self.members.items()
         }
+        readers: dict[int, list[int]] = {}
+        for group, needs in waiting.items():
+            for source in needs:
+                readers.setdefault(source, []).append(group)
+        missing = {group: len(needs) for group, needs in waiting.items()}
+        ready = [(self.members[group][0], group) for group, count in missing.items() if not count]
+        heapify(ready)
         order: list[list[int]] = []
-        while waiting:
-            ready = min(
-                (g for g, needs in waiting.items() if not needs & waiting.keys()), key=lambda g: self.members[g][0]
-            )
-            order.append(self.members[ready])
-            del waiting[ready]
+        while ready:
+            _, group = heappop(ready)
+            order.append(self.members[group])
+            for reader in readers.get(group, ()):
+                missing[reader] -= 1
+                if not missing[reader]:
+                    heappush(ready, (self.members[reader][0], reader))
+        assert len(order) == len(waiting), "groups are not convex"
         return order
 
 
@@ -201,27 +250,32 @@ def _block(
 ) -> Block:
     produced = {tensor for i in members for tensor in graph.ops[i].outputs}
     read = dict.fromkeys(tensor for i in members for tensor in graph.ops[i].inputs if tensor not in produced)
-    read_outside = {
-        tensor for i, op in enumerate(graph.ops) if group_of[i] != index for tensor in op.inputs if tensor in produced
-    } | ({graph.loss} & produced)
+    read_outside = {t for t in produced if t == graph.loss or any(group_of[i] != index for i in graph.readers.get(t, ()))}
     outputs = tuple(t for i in members for t in graph.ops[i].outputs if t in read_outside)
     return Block(
         index=index,
         name=name,
         ops=tuple(members),
         inputs=tuple(t for t in read if t in graph.producer),
-        parameters=tuple(t for t in read if t in graph.parameters),
+        parameters=tuple(t for t in read if t in graph.parameter_names),
         given=tuple(t for t in read if t in graph.given_names),
         outputs=outputs,
-        dims=_dims(graph, members, outputs, labels),
+        dims=_dims(graph, members, outputs, labels, joined="batch" if graph.loss in produced else ""),
     )
 
 
 def _dims(
-    graph: Graph, members: list[int], outputs: tuple[str, ...], labels: dict[tuple[str, int], str]
+    graph: Graph, members: list[int], outputs: tuple[str, ...], labels: dict[tuple[str, int], str], *, joined: str
 ) -> tuple[BlockDim, ...]:
+    """The dims of a block; factors with the label `joined` are one dim, though nothing but their name connects them."""
     found: list[tuple[str, int, dict[str, int], dict[str, str]]] = []
-    for factors in factor_classes(graph, members):
+    classes = factor_classes(graph, members)
+    if joined:
+        named = [c for c in classes if label_of(graph, c, labels) == joined]
+        together = [factor for c in named for factor in c]
+        if len(named) > 1 and split_states(graph, members, outputs, together) is not None:
+            classes = [together, *(c for c in classes if c not in named)]
+    for factors in classes:
         states = split_states(graph, members, outputs, factors)
         if states is not None:
             index, factor = factors[0]
@@ -242,11 +296,12 @@ def _block_name(graph: Graph, members: list[int]) -> str:
     """The module of the block's contraction (or last operator), and what it does there."""
     contractions = [i for i in members if rule_of(graph.ops[i]).kind == "contraction"]
     op = graph.ops[contractions[-1] if contractions else members[-1]]
-    if contractions and op.module and any(name in graph.parameters for name in op.inputs):
+    if contractions and op.module and any(name in graph.parameter_names for name in op.inputs):
         return op.module
     word = op.target.split(".")[1] if contractions else "apply"
     word = {"scaled_dot_product_attention": "attention", "mean": "statistics", "sum": "statistics"}.get(word, word)
+    if any(graph.loss in graph.ops[i].outputs for i in members):
+        return "loss"
     if of_loss(graph, op):
-        made = {name for i in members for name in graph.ops[i].outputs}
-        return "loss" if graph.loss in made else f"loss:{word.removeprefix('statistic_')}"
+        return f"loss:{word.removeprefix('statistic_')}"
     return f"{op.module or 'model'}:{word}"

@@ -6,14 +6,19 @@ period of the longest repetition in the sequence of fingerprints; what lies befo
 
 import hashlib
 from dataclasses import dataclass
+from itertools import accumulate
 
 import msgspec
 
+from planloom.blocks.dims import rule_of
 from planloom.blocks.grouping import Block, BlockGraph
 from planloom.graph.values import is_reference
 
 # Shorter repetitions (two equal maps side by side) are not layers.
 _SHORTEST_PERIOD = 4
+
+# Of a random operator, its number in the model: dropout(x, p, number, state). Layers do not differ by it.
+_NUMBER_ARGUMENT = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +47,9 @@ def block_fingerprint(blocks: BlockGraph, block: Block) -> str:
     for index in block.ops:
         op = graph.ops[index]
         shapes = [(graph.tensors[t].shape, graph.tensors[t].dtype, number(t)) for t in (*op.inputs, *op.outputs)]
-        lines.append((op.target, plain(op.args), {k: plain(v) for k, v in op.kwargs.items()}, shapes))
+        is_random = rule_of(op).rewrite == "random"
+        args = [arg for i, arg in enumerate(op.args) if not (is_random and i == _NUMBER_ARGUMENT)]
+        lines.append((op.target, plain(args), {k: plain(v) for k, v in op.kwargs.items()}, shapes))
     sources = [block.index - blocks.producer[t] for t in block.inputs]
     dims = [(dim.name, dim.size) for dim in block.dims]
     return hashlib.sha256(msgspec.json.encode([lines, sources, dims, len(block.parameters)])).hexdigest()[:16]
@@ -51,21 +58,28 @@ def block_fingerprint(blocks: BlockGraph, block: Block) -> str:
 def find_segments(blocks: BlockGraph) -> tuple[Segment, ...]:
     """A partition of the blocks into segments, repetitions found first."""
     prints = [block_fingerprint(blocks, block) for block in blocks.blocks]
-    crossing = [_crossing(blocks, cut) for cut in range(len(prints))]
+    crossing = _crossings(blocks)
     return tuple(
         Segment(start=a, stop=b, fingerprint=hashlib.sha256("".join(prints[a:b]).encode()).hexdigest()[:16])
         for a, b in _partition(prints, crossing, 0, len(prints))
     )
 
 
-def _crossing(blocks: BlockGraph, cut: int) -> int:
-    """How many tensors cross a cut; one through an expansion costs more, for then its original cannot run."""
-    crossing = sum(
-        1 for t, users in blocks.consumers.items() if t in blocks.producer and blocks.producer[t] < cut <= max(users)
-    )
-    before = {blocks.graph.ops[i].expansion for block in blocks.blocks[:cut] for i in block.ops} - {-1}
-    after = {blocks.graph.ops[i].expansion for block in blocks.blocks[cut:] for i in block.ops} - {-1}
-    return crossing + len(blocks.blocks) * len(before & after)
+def _crossings(blocks: BlockGraph) -> list[int]:
+    """How many tensors cross every cut; one through an expansion costs more, for then its original cannot run."""
+    count = len(blocks.blocks)
+    spans = [(blocks.producer[t], max(users), 1) for t, users in blocks.consumers.items() if t in blocks.producer]
+    block_of = {i: block.index for block in blocks.blocks for i in block.ops}
+    for members in blocks.graph.expansion_members:
+        at = [block_of[i] for i in members]
+        if at:
+            spans.append((min(at), max(at), count))
+    steps = [0] * (count + 1)
+    for first, last, cost in spans:  # cuts after `first`, up to `last`
+        if first < last:
+            steps[first + 1] += cost
+            steps[last + 1] -= cost
+    return list(accumulate(steps))[:count]
 
 
 def _partition(prints: list[str], crossing: list[int], low: int, high: int) -> list[tuple[int, int]]:

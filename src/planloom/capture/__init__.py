@@ -1,6 +1,7 @@
 """From an unchanged `nn.Module` and an example batch to a `Graph` with every rule attached."""
 
-from planloom.capture.capture import Batch, batch_spec, capture, capture_from_spec
+from planloom.capture.batch import Batch, batch_spec, tensors_of
+from planloom.capture.capture import capture, capture_from_spec
 from planloom.capture.source import load_model
 
-__all__ = ["Batch", "batch_spec", "capture", "capture_from_spec", "load_model"]
+__all__ = ["Batch", "batch_spec", "capture", "capture_from_spec", "load_model", "tensors_of"]

@@ -5,24 +5,37 @@ The stages, in order: export (torch), translate (nodes → operators, identities
 factors. Nothing is computed: tensors are fake, and a model on the `meta` device is captured as well as one in memory.
 """
 
+import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.export import ExportedProgram
+from torch.utils._pytree import tree_map_only  # tried with torch 2.11 and 2.13
 
+from planloom.capture.batch import Batch, Spec, arguments_from_spec, keyword_arguments, leaves
 from planloom.capture.expand import expand
-from planloom.capture.guards import refuse_hidden_no_grad, refusing_own_backwards
-from planloom.capture.rules import attach_rule
+from planloom.capture.experts import our_experts
+from planloom.capture.guards import (
+    refuse_hidden_no_grad,
+    refusing_own_backwards,
+    without_cache,
+    without_garbage_collection,
+    without_idle_layer_drop,
+)
+from planloom.capture.layers import stamping_layers
+from planloom.capture.restore import restore_attention
+from planloom.capture.rules import attach_rules
+from planloom.capture.stamping import expand_stamps
 from planloom.capture.translate import translate
 from planloom.errors import CaptureError
 from planloom.graph import Graph, Op, refine_factors
 
-Batch = Mapping[str, torch.Tensor]
 LossFunction = Callable[[Any], torch.Tensor]
+_LOG = logging.getLogger(__name__)
 
 
 class _WithLoss(nn.Module):
@@ -32,7 +45,7 @@ class _WithLoss(nn.Module):
         super().__init__()
         self.model, self.loss = model, loss
 
-    def forward(self, **batch: torch.Tensor) -> torch.Tensor:
+    def forward(self, **batch: Any) -> torch.Tensor:
         output = self.model(**batch)
         loss = self.loss(output) if self.loss else getattr(output, "loss", output)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
@@ -46,12 +59,21 @@ class _WithLoss(nn.Module):
         return loss if loss.dim() == 0 else loss.reshape(())
 
 
-def capture(model: nn.Module, batch: Batch, *, loss: LossFunction | None = None) -> Graph:
-    """The forward pass and loss of `model` on inputs shaped like `batch`."""
+def capture(model: nn.Module, batch: Batch, *, loss: LossFunction | None = None, stamp: bool = True) -> Graph:
+    """The forward pass and loss of `model` on inputs shaped like `batch`.
+
+    Repeated layers are traced twice and stamped; `stamp=False` traces them all, for the same graph.
+    """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    example = {name: torch.empty_like(tensor, device=device) for name, tensor in batch.items()}
-    program = _export(_WithLoss(model, loss), example)
-    graph = expand(translate(program, model))
+    arguments = keyword_arguments(model, batch)
+    example = tree_map_only(torch.Tensor, lambda tensor: torch.empty_like(tensor, device=device), arguments)
+    with without_garbage_collection(), without_idle_layer_drop(model), without_cache(model), our_experts(model):
+        program = _export(_WithLoss(model, loss), example, stamp=stamp)
+        return _graph(program, model, list(leaves(example)))
+
+
+def _graph(program: ExportedProgram, model: nn.Module, inputs: list[str]) -> Graph:
+    graph = expand(restore_attention(translate(program, model, inputs)))
     if graph.loss not in {name for op in graph.ops for name in op.outputs}:
         raise CaptureError(
             "the loss does not depend on any trainable parameter",
@@ -59,19 +81,14 @@ def capture(model: nn.Module, batch: Batch, *, loss: LossFunction | None = None)
             required="at least one",
             todo="return the loss of the model's output, and leave requires_grad on",
         )
-    ruled = [replace(op, rule=attach_rule(op, graph.tensors, graph.parameters)) for op in graph.ops]
-    tensors, ops = refine_factors(graph.tensors, ruled)
+    tensors, ops = refine_factors(graph.tensors, attach_rules(graph.ops, graph.tensors))
     return replace(graph, tensors=tensors, ops=_producers_first(ops))
 
 
-def _export(model: nn.Module, example: dict[str, torch.Tensor]) -> ExportedProgram:
+def _export(model: nn.Module, example: dict[str, Any], *, stamp: bool) -> ExportedProgram:
     try:
-        with warnings.catch_warnings(), refusing_own_backwards():
-            # torch 2.13.0's own use of a deprecated class, nothing that a user could change
-            warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
-            program = torch.export.export(model, (), example, strict=False)
-            refuse_hidden_no_grad(program)
-            return program.run_decompositions({})
+        program = _trace_stamped(model, example) if stamp else None
+        return _trace(model, example) if program is None else program
     except CaptureError:
         raise
     except Exception as error:  # torch.export raises many types; each is the user's to repair
@@ -84,6 +101,35 @@ def _export(model: nn.Module, example: dict[str, torch.Tensor]) -> ExportedProgr
         ) from error
 
 
+def _trace(model: nn.Module, example: dict[str, Any]) -> ExportedProgram:
+    with warnings.catch_warnings(), refusing_own_backwards():
+        # torch 2.13.0's own use of a deprecated class, nothing that a user could change
+        warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
+        program = torch.export.export(model, (), example, strict=False)
+        refuse_hidden_no_grad(program)
+        return program.run_decompositions({})
+
+
+def _trace_stamped(model: nn.Module, example: dict[str, Any]) -> ExportedProgram | None:
+    """The program of a full trace from a short one; None where layers cannot be stamped, and the log says why."""
+    refused: dict[Hashable, str] = {}
+    for shells in (True, False, False):  # what was presumed wrongly, or cannot be stamped, costs another trace
+        try:
+            with stamping_layers(model, refused, shells=shells) as calls:
+                program = _trace(model, example)
+            found = expand_stamps(program, model, calls)
+        except CaptureError:
+            raise
+        except Exception as error:  # the model's own fault is raised again by the full trace
+            _LOG.info("a trace with stamped layers failed: %s: %s", type(error).__name__, error)
+            continue
+        if not found:
+            return program
+        _LOG.info("layers that are traced one by one: %s", "; ".join(found.values()))
+        refused |= found
+    return None
+
+
 def _producers_first(ops: list[Op]) -> tuple[Op, ...]:
     made = {name for op in ops for name in op.outputs}
     seen: set[str] = set()
@@ -93,16 +139,6 @@ def _producers_first(ops: list[Op]) -> tuple[Op, ...]:
     return tuple(ops)
 
 
-def batch_spec(batch: Batch) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and dtype of every input: what a plan records of its batch."""
-    return {name: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in batch.items()}
-
-
-def capture_from_spec(
-    model: nn.Module, spec: Mapping[str, tuple[tuple[int, ...], str]], *, loss: LossFunction | None = None
-) -> Graph:
+def capture_from_spec(model: nn.Module, spec: Spec, *, loss: LossFunction | None = None) -> Graph:
     """Capture for a batch of which only shapes and dtypes are known."""
-    empty = {
-        name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for name, (shape, dtype) in spec.items()
-    }
-    return capture(model, empty, loss=loss)
+    return capture(model, arguments_from_spec(spec), loss=loss)

@@ -4,15 +4,18 @@ A trace holds operators. A custom `autograd.Function` loses its own backward in 
 `torch.no_grad()` region its boundary: the graph would have other gradients than the model.
 """
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
+from weakref import WeakSet
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
+from torch.overrides import TorchFunctionMode
 
 from planloom.errors import CaptureError
 
@@ -45,6 +48,69 @@ def refusing_own_backwards() -> Iterator[None]:
         patch.object(torch.Tensor, "register_hook", refuse_hook),
     ):
         yield
+
+
+@contextmanager
+def without_cache(model: nn.Module) -> Iterator[None]:
+    """While a model is traced: no keys and values kept for generation, of which a training loss knows nothing."""
+    found = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+    configs = [config for config in found.values() if getattr(config, "use_cache", None) is True]
+    try:
+        for config in configs:
+            config.use_cache = False
+        yield
+    finally:
+        for config in configs:
+            config.use_cache = True
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Tracing makes many objects and leaves few cycles: looking for them takes a fifth of its time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextmanager
+def without_idle_layer_drop(model: nn.Module) -> Iterator[None]:
+    """While a model is traced: no draw of random numbers for skipping layers, where the probability is zero.
+
+    BART, mBART, Whisper and others decide before every layer in training whether to skip it: `torch.rand([]) < rate`.
+    A trace cannot branch on a value; with a rate of zero, as in nearly all configurations, the answer is always no.
+    """
+    for name, module in model.named_modules():
+        rate = vars(module).get("layerdrop")
+        if module.training and rate:
+            raise CaptureError(
+                "layers that are skipped at random cannot be captured",
+                given=f"layerdrop {rate} in {name or 'the model'}",
+                required="layerdrop 0",
+                todo="set layerdrop (encoder_layerdrop, decoder_layerdrop in the config) to 0",
+            )
+    with _NoLayerDropAtZero():
+        yield
+
+
+class _NoLayerDropAtZero(TorchFunctionMode):
+    """Within it, `torch.rand([]) < rate` is False where the rate is not above zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._numbers: WeakSet[torch.Tensor] = WeakSet()
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.lt and any(args[0] is number for number in self._numbers):
+            if isinstance(args[1], int | float) and args[1] <= 0:
+                return False
+        result = function(*args, **(kwargs or {}))
+        if function is torch.rand and result.dim() == 0:
+            self._numbers.add(result)
+        return result
 
 
 def refuse_hidden_no_grad(program: ExportedProgram) -> None:

@@ -1,17 +1,20 @@
 """The dimension rules of ATen operators: from an operator and its shapes to a resolved `Rule`.
 
 Families come first: pointwise operators (torch tags them), views by arithmetic, reductions. Single operators follow.
-An operator without a rule is an error, never a guess.
+An operator without a rule is not guessed: users write rules for their own (`custom`), the rest is tried out
+(`discover`), and what cannot be split in any way that was tried is unsplittable, and `planloom rules` says so.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from planloom.capture.custom import registered
+from planloom.capture.discover import discover
 from planloom.errors import CaptureError
-from planloom.graph import Op, Rule, Tensor, notate
+from planloom.graph import Op, Rule, Tensor, is_reference, notate, referenced
 from planloom.graph.rules import Term
 
 Shape = tuple[int, ...]
@@ -39,18 +42,34 @@ _LINEAR_IN_EACH = ("aten.mul.Tensor", "aten.neg.default", "aten._to_copy.default
 _LINEAR_IN_FIRST = ("aten.div.Tensor",)
 
 
-def attach_rule(op: Op, tensors: Mapping[str, Tensor], parameters: Sequence[str]) -> Rule:
-    """The rule of an operator, or an error that names it."""
+def attach_rules(ops: Sequence[Op], tensors: Mapping[str, Tensor]) -> list[Op]:
+    """Every operator with its rule; equal calls, as layers repeat them, share one."""
+    known: dict[str, Rule] = {}
+    ruled = []
+    for op in ops:
+        shapes = [(tensors[name].shape, tensors[name].dtype) for name in (*op.inputs, *op.outputs)]
+        plain = [None if is_reference(arg) else arg for arg in op.args]
+        key = repr((op.target, plain, op.kwargs, shapes)) if not any(map(_holds_tensors, plain)) else ""
+        rule = known.get(key) if key else None
+        if rule is None:
+            rule = attach_rule(op, tensors)
+            if key:
+                known[key] = rule
+        ruled.append(replace(op, rule=rule))
+    return ruled
+
+
+def _holds_tensors(arg: Any) -> bool:
+    return isinstance(arg, list | tuple) and any(True for _ in referenced(arg))
+
+
+def attach_rule(op: Op, tensors: Mapping[str, Tensor]) -> Rule:
+    """The rule of an operator: written, registered by the user, of the pointwise family, or discovered by execution."""
     call = Call(op=op, inputs=tuple(tensors[n].shape for n in op.inputs), output=tensors[op.outputs[0]].shape)
-    function = _RULES.get(op.target) or (_pointwise if _is_pointwise(op.target) else None)
-    if function is None:
-        raise CaptureError(
-            f"operator {op.target} has no dimension rule",
-            given=f"{op.name} in {op.module or 'the model'}, shapes {call.inputs} -> {call.output}",
-            required="an operator listed in planloom/capture/rules.py",
-            todo="express it with other operators, or add a rule",
-        )
-    return function(call)
+    function = _RULES.get(op.target) or registered(op.target)
+    if function is None and _is_pointwise(op.target):
+        function = _pointwise
+    return discover(op, tensors) if function is None else function(call)
 
 
 def _rule(*targets: str) -> Callable[[RuleFunction], RuleFunction]:
@@ -68,7 +87,7 @@ def _is_pointwise(target: str) -> bool:
     return torch.Tag.pointwise in getattr(getattr(torch.ops.aten, name), overload).tags
 
 
-@_rule("aten._to_copy.default")
+@_rule("aten._to_copy.default", "aten.where.ScalarOther", "aten.where.ScalarSelf", "aten.where.Scalar")
 def _pointwise(call: Call) -> Rule:
     rank, target, count = len(call.output), call.op.target, len(call.inputs)
     names = [f"d{i}" for i in range(rank)]
@@ -76,6 +95,8 @@ def _pointwise(call: Call) -> Rule:
     linear: tuple[tuple[int, ...], ...] = ()
     if target in _JOINTLY_LINEAR and count == 2:
         linear = ((0, 1),)
+    elif target == "aten._to_copy.default" and "int" in str(call.op.kwargs.get("dtype", "")):
+        linear = ()  # it rounds
     elif target in _LINEAR_IN_EACH:
         linear = tuple((i,) for i in range(count))
     elif target in _LINEAR_IN_FIRST:
@@ -158,17 +179,20 @@ def _expand(call: Call) -> Rule:
 
 @_rule("aten.slice.Tensor")
 def _slice(call: Call) -> Rule:
-    """A slice of one of several equal pieces is a view and a selection; any other fixes the dim."""
+    """One of several equal pieces, or every n-th element, is a view and a selection; any other slice fixes the dim."""
     args, shape = call.op.args, call.inputs[0]
     dim = args[1] % len(shape) if len(args) > 1 else 0
     start, step = (args[2] or 0) if len(args) > 2 else 0, args[4] if len(args) > 4 else 1
     start, length = start % shape[dim] if start < 0 else start, call.output[dim]
     names = [f"d{i}" for i in range(len(shape))]
     before, after = list(names), list(names)
-    equal_piece = step == 1 and shape[dim] % length == 0 and start % length == 0
-    before[dim] = f"(pick! d{dim})" if equal_piece else "from!"
-    after[dim] = f"d{dim}" if equal_piece else "to!"
-    sizes = {f"d{dim}": length, "pick": shape[dim] // length} if equal_piece else None
+    sizes = {f"d{dim}": length, "pick": shape[dim] // max(length, 1)}
+    if step == 1 and length and shape[dim] % length == 0 and start % length == 0:
+        before[dim] = f"(pick! d{dim})"
+    elif step > 1 and length * step == shape[dim] and start < step:
+        before[dim] = f"(d{dim} pick!)"
+    else:
+        before[dim], after[dim], sizes = "from!", "to!", {}
     return _view(f"{' '.join(before)} -> {' '.join(after)}", call, rewrite="slice", sizes=sizes)
 
 
@@ -218,6 +242,107 @@ def _statistic_max(call: Call) -> Rule:
     return _reduction(call, [call.op.args[1]], combine="max", differentiable=False)
 
 
+@_rule(
+    "aten.amax.default",
+    "aten.amin.default",
+    "aten.argmax.default",
+    "aten.argmin.default",
+    "aten.logsumexp.default",
+    "aten.var.correction",
+    "aten.std.correction",
+    "aten.prod.dim_int",
+    "aten.linalg_vector_norm.default",
+)
+def _nonlinear(call: Call) -> Rule:
+    """Reductions that no sum of pieces gives: what they reduce cannot be split."""
+    at = 2 if "norm" in call.op.target else 1
+    dims = call.op.args[at] if len(call.op.args) > at else None
+    shape = call.inputs[0]
+    dims = [dims] if isinstance(dims, int) else dims
+    reduced = [d % len(shape) for d in dims] if dims else list(range(len(shape)))
+    names = [f"d{i}{'!' * (i in reduced)}" for i in range(len(shape))]
+    keep = len(call.output) == len(shape)
+    kept = ["1" if i in reduced else name for i, name in enumerate(names) if keep or i not in reduced]
+    return notate(f"{' '.join(names)} -> {' '.join(kept)}", *call.shapes, kind="contraction")
+
+
+@_rule("aten.cumsum.default", "aten.flip.default", "aten.cumprod.default", "aten.roll.default")
+def _along(call: Call) -> Rule:
+    """Operators that mix a dim with itself and leave all others apart."""
+    at = 2 if "roll" in call.op.target else 1
+    dims = call.op.args[at] if len(call.op.args) > at else []
+    rank = len(call.output)
+    mixed = {d % rank for d in ([dims] if isinstance(dims, int) else dims)} or set(range(rank))
+    names = " ".join(f"d{i}{'!' * (i in mixed)}" for i in range(rank))
+    linear: tuple[tuple[int, ...], ...] = () if "prod" in call.op.target else ((0,),)
+    return notate(f"{names} -> {names}", *call.shapes, linear=linear)
+
+
+@_rule("aten.tril.default", "aten.triu.default")
+def _triangle(call: Call) -> Rule:
+    names = " ".join([*(f"d{i}" for i in range(len(call.output) - 2)), "row!", "column!"])
+    return notate(f"{names} -> {names}", *call.shapes, linear=((0,),))
+
+
+@_rule("aten.constant_pad_nd.default", "aten.pad.default")
+def _pad(call: Call) -> Rule:
+    args, rank = call.op.args, len(call.output)
+    pads = {rank - 1 - i // 2 for i, count in enumerate(args[1]) if count}
+    before = [f"from{i}!" if i in pads else f"d{i}" for i in range(rank)]
+    after = [f"to{i}!" if i in pads else f"d{i}" for i in range(rank)]
+    value = args[-1] if len(args) > 2 and not isinstance(args[-1], str) else 0
+    linear: tuple[tuple[int, ...], ...] = () if value else ((0,),)
+    return notate(f"{' '.join(before)} -> {' '.join(after)}", *call.shapes, linear=linear)
+
+
+@_rule("planloom.topk")
+def _topk(call: Call) -> Rule:
+    rank, dim = len(call.output), call.op.args[2]
+    names = [f"d{i}" for i in range(rank)]
+    before, after = ([*names[:dim], f"{word}!", *names[dim + 1 :]] for word in ("from", "to"))
+    return notate(f"{' '.join(before)} -> {' '.join(after)}", *call.shapes, kind="contraction", differentiable=False)
+
+
+@_rule("aten.gather.default")
+def _gather(call: Call) -> Rule:
+    """A one-hot contraction over the gathered dim."""
+    rank, dim = len(call.output), call.op.args[1] % len(call.output)
+    source = ["vocab" if i == dim else f"d{i}" for i in range(rank)]
+    index = ["picked" if i == dim else f"d{i}" for i in range(rank)]
+    for i in range(rank):
+        if i != dim and call.inputs[0][i] != call.inputs[1][i]:  # only the first elements are read
+            source[i], index[i] = f"from{i}!", f"to{i}!"
+    text = f"{' '.join(source)}, {' '.join(index)} -> {' '.join(index)}"
+    return notate(text, *call.shapes, linear=((0,),), kind="contraction", rewrite="one_hot")
+
+
+@_rule("aten.index_select.default")
+def _index_select(call: Call) -> Rule:
+    rank, dim = len(call.output), call.op.args[1] % len(call.output)
+    source, target = ([word if i == dim else f"d{i}" for i in range(rank)] for word in ("vocab", "picked"))
+    text = f"{' '.join(source)}, picked -> {' '.join(target)}"
+    return notate(text, *call.shapes, linear=((0,),), kind="contraction", rewrite="one_hot")
+
+
+@_rule("aten.scatter.value", "aten.scatter.src", "aten.scatter_add.default")
+def _scatter(call: Call) -> Rule:
+    rank, dim = len(call.output), call.op.args[1] % len(call.output)
+    target = ["at!" if i == dim else f"d{i}" for i in range(rank)]
+    index = ["of!" if i == dim else f"d{i}" for i in range(rank)]
+    for i in range(rank):
+        if i != dim and len({shape[i] for shape in call.inputs}) > 1:
+            target[i], index[i] = f"from{i}!", f"to{i}!"
+    sources = [" ".join(target), *[" ".join(index)] * (len(call.inputs) - 1)]
+    linear: tuple[tuple[int, ...], ...] = ((0, 2),) if len(call.inputs) > 2 else ()
+    return notate(f"{', '.join(sources)} -> {' '.join(target)}", *call.shapes, linear=linear)
+
+
+@_rule("planloom.dropout")
+def _dropout(call: Call) -> Rule:
+    names = " ".join(f"d{i}" for i in range(len(call.output)))
+    return notate(f"{names}, state! -> {names}", *call.shapes, linear=((0,),), rewrite="random")
+
+
 @_rule("planloom.pick")
 def _pick(call: Call) -> Rule:
     return notate("token vocab, token -> token", *call.shapes, linear=((0,),), kind="contraction", rewrite="one_hot")
@@ -226,6 +351,94 @@ def _pick(call: Call) -> Rule:
 @_rule("aten.linear.default")
 def _linear(call: Call) -> Rule:
     return notate("... in, out in -> ... out", *call.shapes, linear=((0,), (1,)), kind="contraction")
+
+
+@_rule("aten.mm.default")
+def _mm(call: Call) -> Rule:
+    return notate("rows in, in out -> rows out", *call.shapes, linear=((0,), (1,)), kind="contraction")
+
+
+@_rule("aten.bmm.default", "aten.matmul.default")
+def _matmul(call: Call) -> Rule:
+    """Products of matrices; leading dims are broadcast, as in pointwise operators."""
+    first, second = call.inputs
+    lead = len(call.output) - (len(first) > 1) - (len(second) > 1)
+
+    def term(shape: Shape, words: Sequence[str]) -> str:
+        words = words if len(shape) > 1 else ["in"]
+        outer = [f"lead{lead - 1 - i}" for i in range(lead)][lead - (len(shape) - len(words)) :]
+        return " ".join([*outer, *words])
+
+    result = [*(["rows"] if len(first) > 1 else []), *(["out"] if len(second) > 1 else [])]
+    text = f"{term(first, ['rows', 'in'])}, {term(second, ['in', 'out'])} -> "
+    text += " ".join([*(f"lead{lead - 1 - i}" for i in range(lead)), *result])
+    sizes = {f"lead{lead - 1 - i}": call.output[i] for i in range(lead)}
+    return notate(text, *call.shapes, sizes=sizes, linear=((0,), (1,)), kind="contraction")
+
+
+@_rule("aten.einsum.default")
+def _einsum(call: Call) -> Rule:
+    """The equation is the rule; a letter twice in one operand is a diagonal and cannot be split."""
+    equation = call.op.args[0].replace(" ", "")
+    left, arrow, right = equation.partition("->")
+    operands = left.split(",")
+    if not arrow:
+        letters = sorted(set(left) - {",", "."})
+        right = "..." * ("..." in left) + "".join(c for c in letters if left.count(c) == 1)
+    twice = {c for operand in operands for c in operand if c != "." and operand.count(c) > 1}
+
+    def term(text: str) -> str:
+        return " ".join("..." if c == "." else f"e{ord(c)}{'!' * (c in twice)}" for c in text.replace("...", "."))
+
+    text = ", ".join(map(term, operands)) + " -> " + term(right)
+    linear = tuple((i,) for i in range(len(call.inputs)))
+    kind = "contraction" if any(c not in right for c in left if c not in ",.") else "pointwise"
+    return notate(text, *call.shapes, linear=linear, kind=kind)
+
+
+@_rule("planloom.convolution")
+def _convolution(call: Call) -> Rule:
+    """Channels are products of groups and their channels; patches that do not overlap can be split."""
+    x, weight, *_ = call.inputs
+    stride, padding, dilation = call.op.args[3:6]
+    groups = x[1] // weight[1]
+    before, kernel, after = [], [], []
+    sizes = {"group": groups, "chan": weight[1], "out": weight[0] // groups}
+    for i, size in enumerate(x[2:]):
+        width = weight[2 + i]
+        kernel.append(f"k{i}!")
+        apart = stride[i] == width and not padding[i] and dilation[i] == 1 and size % width == 0
+        before.append(f"(patch{i} k{i}!)" if apart else f"from{i}!")
+        after.append(f"patch{i}" if apart else f"to{i}!")
+        sizes[f"k{i}"] = width
+    text = f"batch (group chan) {' '.join(before)}, (group out) chan {' '.join(kernel)}"
+    text += f" -> batch (group out) {' '.join(after)}"
+    return notate(text, *call.shapes, sizes=sizes, linear=((0,), (1,)), kind="contraction")
+
+
+@_rule("planloom.dispatch.default")
+def _dispatch(call: Call) -> Rule:
+    text = "tokens in, experts tokens -> experts tokens in"
+    return notate(text, *call.shapes, linear=((0,),), kind="contraction")
+
+
+@_rule("planloom.grouped_linear.default")
+def _grouped_linear(call: Call) -> Rule:
+    weight = "experts in out" if call.op.args[3] else "experts out in"
+    text = f"experts tokens in, {weight}, experts tokens -> experts tokens out"
+    return notate(text, *call.shapes, linear=((0,), (1,)), kind="contraction")
+
+
+@_rule("planloom.grouped_bias.default")
+def _grouped_bias(call: Call) -> Rule:
+    text = "experts tokens out, experts out, experts tokens -> experts tokens out"
+    return notate(text, *call.shapes, linear=((0, 1),), kind="pointwise")
+
+
+@_rule("planloom.combine.default")
+def _combine(call: Call) -> Rule:
+    text = "experts tokens out, experts tokens, experts tokens -> tokens out"
+    return notate(text, *call.shapes, linear=((0,), (1,)), kind="contraction")
 
 
 @_rule("aten.embedding.default")
@@ -247,17 +460,11 @@ def _attention(call: Call) -> Rule:
         raise CaptureError(
             "attention needs four dims", given=str(query), required="[batch, heads, sequence, head size]"
         )
-    args = (*call.op.args, *(None,) * 6)
-    if args[4]:
-        raise CaptureError(
-            "attention with dropout is not supported yet",
-            given=f"dropout {args[4]} in {call.op.module or 'the model'}",
-            required="0",
-            todo="set the model's attention dropout to 0",
-        )
-    text = "batch (heads group) query! size!, batch heads key! size!, batch heads key! value!"
+    row = "query!" if len(call.op.args) > 5 and call.op.args[5] else "query"  # a causal mask knows its rows by number
+    text = f"batch (heads group) {row} size!, batch heads key! size!, batch heads key! value!"
     if len(call.inputs) > 3:
-        mask = ["batch", "(heads group)", "query!", "key!"][4 - len(call.inputs[3]) :]
+        mask = ["batch", "(heads group)", row, "key!"][4 - len(call.inputs[3]) :]
         text += ", " + " ".join(mask)
-    sizes = {"heads": key[1], "group": query[1] // key[1], "batch": query[0]}
-    return notate(f"{text} -> batch (heads group) query! value!", *call.shapes, sizes=sizes, kind="contraction")
+    sizes = {"heads": key[1], "group": query[1] // key[1], "batch": query[0], "query": query[2]}
+    text += f" -> batch (heads group) {row} value!"
+    return notate(text, *call.shapes, sizes=sizes, kind="contraction")

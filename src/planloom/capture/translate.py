@@ -1,44 +1,55 @@
 """Translate an exported program's nodes into operators.
 
-Identities (alias, copies, dropout of zero, metadata assertions) vanish: whether a tensor must be copied depends on its
-strides, and these on the device. `split` and its `getitem` become slices, so that every operator has one output; views
-are all `reshape`. Parameters keep the model's names, results are numbered by operator; a tied parameter is one tensor.
-Operators that depend on inputs and buffers alone go to `given`.
+Every operator of a `Graph` has one tensor as result and no side effect. What torch spells in several ways is spelt in
+one (`canonical`); identities (aliases, copies, dropout of zero, metadata assertions) vanish: whether a tensor must be
+copied depends on its strides, and these on the device. Parameters keep the model's names, results are numbered by
+operator; a tied parameter is one tensor. Operators that depend on inputs and buffers alone go to `given`; what nobody
+reads is dropped.
 """
 
 import math
+import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind, OutputKind
+from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
+from planloom.capture.canonical import CANONICAL, LOSSES, is_identity
 from planloom.errors import CaptureError
-from planloom.graph import FLOAT_MARK, Arg, Graph, Op, Tensor, reference, referenced
+from planloom.graph import FLOAT_MARK, RANDOM_STATE, Arg, Graph, Op, Tensor, reference, referenced
 
-_DROPPED_KWARGS = ("device", "layout", "pin_memory", "non_blocking")
-_IDENTITIES = ("aten.alias.default", "aten.clone.default", "aten.lift_fresh_copy.default")
-_VIEWS = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default")
+_DROPPED_KWARGS = ("device", "layout", "pin_memory", "non_blocking", "memory_format")
 _LARGEST_CONSTANT = 1 << 14
 _PREFIX = "model."
+_TORCH = os.path.dirname(torch.__file__)
 
 
-def translate(program: ExportedProgram, model: nn.Module) -> Graph:
-    """The graph of an exported `_WithLoss` module, without rules."""
-    return _Translator(program, model).graph()
+def translate(program: ExportedProgram, model: nn.Module, inputs: Sequence[str]) -> Graph:
+    """The graph of an exported `_WithLoss` module, without rules; `inputs` names the leaves of the batch in order."""
+    return Translator(program, model, inputs).graph()
 
 
-class _Translator:
-    def __init__(self, program: ExportedProgram, model: nn.Module) -> None:
+class Translator:
+    """Emits operators node by node; what `canonical` uses of it is public."""
+
+    def __init__(self, program: ExportedProgram, model: nn.Module, inputs: Sequence[str]) -> None:
         self.program = program
-        self.names: dict[str, str] = {}
         self.tensors: dict[str, Tensor] = {}
         self.ops: list[Op] = []
-        self.pieces: dict[str, list[str]] = {}
-        self.counts: dict[str, int] = {}
+        self.assembled: dict[str, tuple[int, list[str]]] = {}
+        """Results of `cat`: (dim, pieces), so that a slice of one piece is that piece."""
+        self._names: dict[str, str] = {}
+        self._results: dict[str, Sequence[str | None]] = {}
+        self._counts: dict[str, int] = {}
+        self._num_random = 0
+        self._node: fx.Node | None = None
         specs = program.graph_signature.input_specs
-        self.reserved = {(spec.target or spec.arg.name).removeprefix(_PREFIX) for spec in specs}
+        user = iter(inputs)
+        self._input_names = {spec.arg.name: next(user) for spec in specs if spec.kind == InputKind.USER_INPUT}
+        self._reserved = {(spec.target or "").removeprefix(_PREFIX) for spec in specs} | {*inputs, RANDOM_STATE}
         first: dict[int, str] = {}
         self.tied = {
             name: first[id(p)]
@@ -49,19 +60,24 @@ class _Translator:
         self.kinds: dict[InputKind, list[str]] = {kind: [] for kind in InputKind}
 
     def graph(self) -> Graph:
-        self._refuse_mutations()
         specs = {spec.arg.name: spec for spec in self.program.graph_signature.input_specs}
         for node in self.program.graph.nodes:
+            self._node = node
             if node.op == "placeholder":
                 self._placeholder(node, specs[node.name])
             elif node.op == "call_function":
                 self._call(node)
+            elif node.op == "get_attr":
+                raise self.error("a part of the model was traced as a graph of its own", given=str(node.target))
+        loss, updates = self._outputs()
         parameters = self.kinds[InputKind.PARAMETER]
         buffers = list(self.kinds[InputKind.BUFFER])
         buffers += [name for name in parameters if name in self.frozen]
         inputs = self.kinds[InputKind.USER_INPUT]
-        given, ops = _separate(self.ops, {*inputs, *buffers})
-        used = {name for op in (*given, *ops) for name in (*op.inputs, *op.outputs)}
+        live = _live(self.ops, {loss, *updates.values()})
+        random = self._num_random > 0
+        given, ops = _separate(live, {*inputs, *buffers, RANDOM_STATE})
+        used = {name for op in live for name in (*op.inputs, *op.outputs)} | {*updates, *updates.values()}
         return Graph(
             tensors={name: t for name, t in self.tensors.items() if name in used or name in inputs},
             inputs=tuple(inputs),
@@ -70,12 +86,86 @@ class _Translator:
             given=tuple(given),
             ops=tuple(ops),
             expansions=(),
-            loss=self._loss(),
+            loss=loss,
             tied=self.tied,
+            updates=updates,
+            random=random and RANDOM_STATE in used,
         )
 
+    # -- what canonical forms use
+
+    def emit(
+        self, target: str, args: Sequence[Arg], shape: Sequence[int], dtype: Any, kwargs: dict[str, Arg] | None = None
+    ) -> str:
+        """Add an operator; its result is named after it, with a number, unlike anything of the model's."""
+        word = target.split(".")[1]
+        self._counts[word] = self._counts.get(word, -1) + 1
+        name = f"{word}_{self._counts[word]}"
+        while name in self._reserved:
+            name += "_"
+        inputs = tuple(referenced([list(args), kwargs or {}]))
+        self._add_tensor(name, tuple(shape), str(dtype).removeprefix("torch."), *self._rows(target, args, inputs))
+        self.ops.append(
+            Op(
+                name=name,
+                target=target,
+                args=tuple(args),
+                kwargs=kwargs or {},
+                inputs=inputs,
+                outputs=(name,),
+                module=_module(self._node),
+            )
+        )
+        return name
+
+    def arg(self, arg: Any) -> Arg:
+        """An argument of a node as JSON."""
+        if isinstance(arg, fx.Node):
+            return reference(self.name(arg))
+        if isinstance(arg, list | tuple):
+            return [self.arg(item) for item in arg]
+        if isinstance(arg, torch.dtype):
+            return str(arg)
+        if isinstance(arg, float) and not math.isfinite(arg):
+            return f"{FLOAT_MARK}{arg}"  # JSON has no infinity
+        if arg is None or isinstance(arg, bool | int | float | str):
+            return arg
+        raise self.error(
+            "an argument is not a plain value",
+            given=f"{arg!r} ({type(arg).__name__})",
+            required="numbers, strings and tensors: shapes must not depend on values",
+        )
+
+    def name(self, node: fx.Node) -> str:
+        """The tensor that a node stands for."""
+        if node.name not in self._names:
+            raise self.error(
+                f"the second result of {node.target} is used", given=node.name, required="only its first result"
+            )
+        return self._names[node.name]
+
+    def producer(self, name: str) -> Op | None:
+        """The operator that made a tensor, if it is among the last few."""
+        return next((op for op in reversed(self.ops) if op.outputs[0] == name), None)
+
+    def random_number(self) -> int:
+        """The number of the next random operator."""
+        self._num_random += 1
+        if RANDOM_STATE not in self.tensors:
+            self._add_tensor(RANDOM_STATE, (2,), "int64")
+        return self._num_random - 1
+
+    def error(self, what: str, *, given: str = "", required: str = "", todo: str = "") -> CaptureError:
+        """An error at the present node, with its module and line of user code."""
+        place = place_of(self._node)
+        return CaptureError(what, given=f"{given}{' ' * bool(given)}in {place}", required=required, todo=todo)
+
+    # -- nodes
+
     def _placeholder(self, node: fx.Node, spec: Any) -> None:
-        name = (spec.target or spec.arg.name).removeprefix(_PREFIX)
+        if isinstance(spec.arg, ConstantArgument):
+            return
+        name = self._input_names.get(node.name, (spec.target or spec.arg.name).removeprefix(_PREFIX))
         name = self.tied.get(name, name)
         if spec.kind == InputKind.CONSTANT_TENSOR:
             self._constant(node, self.program.constants[spec.target])
@@ -87,9 +177,10 @@ class _Translator:
                 required="inputs named otherwise than parameters and buffers",
                 todo="rename one of them",
             )
-        self.names[node.name] = name
+        self._names[node.name] = name
         if name not in self.tensors:
-            self._add_tensor(name, node.meta["val"])
+            value = node.meta["val"]
+            self._add_tensor(name, tuple(value.shape), str(value.dtype).removeprefix("torch."))
             self.kinds[spec.kind].append(name)
 
     def _constant(self, node: fx.Node, value: torch.Tensor) -> None:
@@ -97,138 +188,131 @@ class _Translator:
         if value.numel() > _LARGEST_CONSTANT:
             raise CaptureError(
                 "a large tensor is written into the forward pass",
-                given=f"{value.numel()} elements in {_module(node) or 'the model'}",
+                given=f"{value.numel()} elements in {place_of(node)}",
                 required=f"at most {_LARGEST_CONSTANT}",
                 todo="register it as a buffer",
             )
-        dtype = str(value.dtype)
-        self._emit(node, "planloom.constant", [self._arg(value.tolist()), dtype], {}, value)
+        values = [self.arg(value.tolist()), str(value.dtype)]
+        self._names[node.name] = self.emit("planloom.constant", values, value.shape, value.dtype)
 
-    def _add_tensor(self, name: str, value: Any) -> None:
-        shape, dtype = tuple(value.shape), str(value.dtype).removeprefix("torch.")
-        self.tensors[name] = Tensor(name=name, shape=shape, dtype=dtype)
+    def _add_tensor(self, name: str, shape: tuple[int, ...], dtype: str, rows: str = "", density: float = 1.0) -> None:
+        self.tensors[name] = Tensor(name=name, shape=shape, dtype=dtype, rows=rows, density=density)
+
+    def _rows(self, target: str, args: Sequence[Arg], inputs: Sequence[str]) -> tuple[str, float]:
+        """The mask and density of an operator's result: that of its ragged input."""
+        if target == "planloom.dispatch.default":
+            mask = self.tensors[inputs[1]]
+            return mask.name, args[2] / mask.shape[0]
+        ragged = [self.tensors[name] for name in inputs if self.tensors[name].rows]
+        if not ragged or target == "planloom.combine.default":
+            return "", 1.0
+        if target in ("aten.reshape.default", "aten.expand.default", "aten.permute.default", "aten.transpose.int"):
+            raise self.error(
+                "the rows of experts are regrouped between their products",
+                given=target,
+                required="operators that keep [experts, tokens] in front and apart",
+                todo="let the experts' activation work on the last dim alone",
+            )
+        return ragged[0].rows, ragged[0].density
 
     def _call(self, node: fx.Node) -> None:
         target = str(node.target)
-        if node.target is torch.ops.aten._assert_tensor_metadata.default:
+        if "_assert" in target:
             return
-        if target in ("aten.split_with_sizes.default", "aten.split.Tensor", "aten.chunk.default"):
-            self._split(node)
+        if target == "<built-in function getitem>":
+            found = self._results[node.args[0].name][int(str(node.args[1]))]  # type: ignore[union-attr]
+            if found is not None:
+                self._names[node.name] = found
             return
-        first = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
-        if first is not None and first.name in self.pieces:  # getitem
-            self.names[node.name] = self.pieces[first.name][int(str(node.args[1]))]
+        if is_identity(self, node):
+            self._names[node.name] = self.name(node.args[0])  # type: ignore[arg-type]
             return
-        if first is not None and (target in _IDENTITIES or self._is_idle(node, target)):
-            self.names[node.name] = self.names[first.name]
-            return
-        self._refuse_random(node, target)
-        if not isinstance(node.meta.get("val"), torch.Tensor):
-            raise CaptureError(
+        canonical = CANONICAL.get(target) or LOSSES.get(target)
+        if canonical is not None:
+            result = canonical(self, node)
+            if result is not None:
+                if isinstance(result, str):
+                    self._names[node.name] = result
+                else:
+                    self._results[node.name] = result
+                return
+        self._refuse(node, target)
+        value = node.meta["val"]
+        kwargs = {k: self.arg(v) for k, v in node.kwargs.items() if k not in _DROPPED_KWARGS}
+        self._names[node.name] = self.emit(target, [self.arg(a) for a in node.args], value.shape, value.dtype, kwargs)
+
+    def _refuse(self, node: fx.Node, target: str) -> None:
+        tags = getattr(node.target, "tags", ())
+        if torch.Tag.nondeterministic_seeded in tags and not target.startswith("aten.scaled_dot_product_attention"):
+            raise self.error(
+                f"random operator {target} is not supported",
+                required="dropout, rand, randn, bernoulli",
+                todo="draw these random numbers outside the model and pass them in the batch",
+            )
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor):
+            raise self.error(
                 f"operator {target} does not return one tensor, or one whose shape depends on values",
-                given=f"{node.name} in {_module(node) or 'the model'}",
+                given=node.name,
                 required="operators with one tensor of a fixed shape as result; no .item(), no boolean indexing",
                 todo="express it with other operators, e.g. torch.where",
             )
-        if any(not isinstance(size, int) for size in node.meta["val"].shape):
-            raise CaptureError(
+        if any(not isinstance(size, int) for size in value.shape):
+            raise self.error(
                 f"the shape of {target} depends on values",
-                given=f"{node.name} of shape {tuple(node.meta['val'].shape)} in {_module(node) or 'the model'}",
+                given=f"{node.name} of shape {tuple(value.shape)}",
                 required="shapes that depend on the batch's shape alone; no .item(), no boolean indexing",
                 todo="express it with other operators, e.g. torch.where",
             )
-        kwargs = {k: self._arg(v) for k, v in node.kwargs.items() if k not in _DROPPED_KWARGS}
-        target = _VIEWS[-1] if target in _VIEWS else target
-        self._emit(node, target, [self._arg(a) for a in node.args], kwargs, node.meta["val"])
 
-    def _is_idle(self, node: fx.Node, target: str) -> bool:
-        return target == "aten.dropout.default" and bool(node.args[1] == 0 or not node.args[2])
-
-    def _refuse_random(self, node: fx.Node, target: str) -> None:
-        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and not _is_attention(target):
-            raise CaptureError(
-                "random operators are not supported yet",
-                given=f"{target} in {_module(node) or 'the model'}",
-                required="a forward pass without random numbers",
-                todo="set the model's dropout to 0, and draw random numbers outside the model",
-            )
-
-    def _split(self, node: fx.Node) -> None:
-        source, dim = node.args[0], node.args[2] if len(node.args) > 2 else 0
-        start, names = 0, []
-        for value in node.meta["val"]:
-            at = dim % value.dim()  # type: ignore[operator]
-            stop = start + value.shape[at]
-            names.append(self._emit(node, "aten.slice.Tensor", [self._arg(source), at, start, stop], {}, value))
-            start = stop
-        self.pieces[node.name] = names
-
-    def _emit(self, node: fx.Node, target: str, args: list[Arg], kwargs: dict[str, Arg], value: Any) -> str:
-        """Add an operator; its result is named after it, with a number, unlike anything of the model's."""
-        word = target.split(".")[1]
-        self.counts[word] = self.counts.get(word, -1) + 1
-        name = f"{word}_{self.counts[word]}"
-        while name in self.reserved:
-            name += "_"
-        self._add_tensor(name, value)
-        self.names[node.name] = name
-        inputs = tuple(referenced([args, kwargs]))
-        self.ops.append(
-            Op(
-                name=name,
-                target=target,
-                args=tuple(args),
-                kwargs=kwargs,
-                inputs=inputs,
-                outputs=(name,),
-                module=_module(node),
-            )
-        )
-        return name
-
-    def _arg(self, arg: Any) -> Arg:
-        if isinstance(arg, fx.Node):
-            return reference(self.names[arg.name])
-        if isinstance(arg, list | tuple):
-            return [self._arg(item) for item in arg]
-        if isinstance(arg, torch.dtype | torch.memory_format):
-            return str(arg)
-        if isinstance(arg, float) and not math.isfinite(arg):
-            return f"{FLOAT_MARK}{arg}"  # JSON has no infinity
-        if arg is None or isinstance(arg, bool | int | float | str):
-            return arg
-        raise CaptureError(
-            "an argument is not a plain value",
-            given=f"{arg!r} ({type(arg).__name__})",
-            required="numbers, strings and tensors: shapes must not depend on values",
-        )
-
-    def _refuse_mutations(self) -> None:
+    def _outputs(self) -> tuple[str, dict[str, str]]:
+        """The loss, and for every buffer that the forward pass writes its new value."""
+        updates = {}
         for spec in self.program.graph_signature.output_specs:
-            if spec.kind in (OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION):
+            if spec.kind == OutputKind.BUFFER_MUTATION:
+                updates[(spec.target or "").removeprefix(_PREFIX)] = self._names[spec.arg.name]
+            elif spec.kind == OutputKind.USER_INPUT_MUTATION:
                 raise CaptureError(
-                    "buffers and inputs that change in the forward pass are not supported yet",
-                    given=f"{(spec.target or '').removeprefix(_PREFIX)} is written",
-                    required="a forward pass that writes no buffer and no input",
-                    todo="use a norm without running statistics, such as LayerNorm or GroupNorm",
+                    "the forward pass writes into its input",
+                    given=f"{spec.target} is written",
+                    required="a forward pass that leaves the batch as it is",
+                    todo="clone the input before writing into it",
                 )
-
-    def _loss(self) -> str:
-        return self.names[self.program.graph_signature.output_specs[-1].arg.name]
+        return self._names[self.program.graph_signature.output_specs[-1].arg.name], updates
 
 
-def _is_attention(target: str) -> bool:
-    """Attention carries the tag for its dropout; its rule refuses dropout."""
-    return target.startswith("aten.scaled_dot_product_attention")
-
-
-def _module(node: fx.Node) -> str:
-    stack = node.meta.get("nn_module_stack") or {}
+def _module(node: fx.Node | None) -> str:
+    stack = (node.meta.get("nn_module_stack") if node is not None else None) or {}
     path = list(stack.values())[-1][0] if stack else ""
     return str(path).removeprefix("model").removeprefix(".")
 
 
-def _separate(ops: list[Op], known: set[str]) -> tuple[list[Op], list[Op]]:
+def place_of(node: fx.Node | None) -> str:
+    """Module and line of user code of a node, for errors."""
+    module = _module(node) or "the model"
+    trace = (node.meta.get("stack_trace") if node is not None else None) or ""
+    lines = [line.strip() for line in str(trace).splitlines()]
+    files = [i for i, line in enumerate(lines) if line.startswith("File ") and not _is_machinery(line)]
+    if not files:
+        return module
+    return f"{module}, {lines[files[-1]]}" + (f": {lines[files[-1] + 1]}" if files[-1] + 1 < len(lines) else "")
+
+
+def _is_machinery(line: str) -> bool:
+    return f'"{_TORCH}' in line or "/planloom/capture/" in line
+
+
+def _live(ops: Sequence[Op], wanted: set[str]) -> list[Op]:
+    """Operators of whose results something depends."""
+    wanted, live = set(wanted), []
+    for op in reversed(ops):
+        if wanted.intersection(op.outputs):
+            wanted.update(op.inputs)
+            live.append(op)
+    return live[::-1]
+
+
+def _separate(ops: Sequence[Op], known: set[str]) -> tuple[list[Op], list[Op]]:
     """Operators that depend on inputs and buffers alone, and all others."""
     known, given, rest = set(known), [], []
     for op in ops:

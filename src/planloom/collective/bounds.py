@@ -41,7 +41,12 @@ def lower_bound_seconds(
             pairs[digit] = ("A" if was[0] == "B" else was[0], will[0])
     if not pairs:
         return 0.0
-    groups = mesh.groups(tuple(pairs))
+    idle = [d for d in mesh.digits if d not in pairs and before.get(d, ("R", -1))[0] == "M"]
+    groups = tuple(
+        group
+        for group in mesh.groups(tuple(pairs))
+        if not any(mesh.coordinates(group[0])[digit] for digit in idle)  # only masters hold anything
+    )
     split = prod(digit.size for digit, (was, _) in pairs.items() if was == "A")
     group_bytes = item_bytes * prod(source.local_sizes(sizes)) * split
     bound, capacity = 0.0, 0.0

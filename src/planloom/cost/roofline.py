@@ -1,7 +1,7 @@
 """Modelled seconds of a run's local work: a roofline over its operators.
 
-A contraction takes flops over the device's rate, or bytes over its memory bandwidth if that is longer; all other
-operators take their bytes. The backward of a contraction is two contractions.
+A product takes flops over the device's rate, or bytes over its memory bandwidth if that is longer; all other operators
+take their bytes. The backward of a product is two products.
 """
 
 from math import prod
@@ -11,6 +11,7 @@ from planloom.cluster import Device
 from planloom.cost.keys import Phase
 from planloom.errors import PriceError
 from planloom.graph import Op
+from planloom.graph.flops import is_product, product_flops
 from planloom.graph.rules import flat
 from planloom.program import BlockPiece, Program, Run, piece_of
 
@@ -35,14 +36,15 @@ def _op_seconds(blocks: BlockGraph, op: Op, piece: BlockPiece, device: Device) -
     assert rule is not None
     if rule.kind == "view":
         return 0.0
-    moved, sizes = 0, dict(rule.sizes)
+    moved, sizes, density = 0.0, dict(rule.sizes), 1.0
     for name, term in zip((*op.inputs, *op.outputs), (*rule.inputs, *rule.outputs), strict=True):
         tensor = blocks.graph.tensors[name]
         lengths = [stop - start for start, stop in piece.box(tensor.sizes, name)]
         sizes.update(zip(flat(term), lengths, strict=True))
-        moved += prod(lengths) * tensor.item_bytes
+        moved += prod(lengths) * tensor.item_bytes * tensor.density
+        density = min(density, tensor.density)
     memory_seconds = moved / device.memory_bytes_per_second
-    if rule.kind != "contraction" or rule.rewrite == "one_hot" or len(op.inputs) < 2:
+    if not is_product(op):
         return memory_seconds + device.launch_seconds
     dtype = blocks.graph.tensors[op.outputs[0]].dtype
     if dtype not in device.flops_per_second:
@@ -52,15 +54,5 @@ def _op_seconds(blocks: BlockGraph, op: Op, piece: BlockPiece, device: Device) -
             required=f"a rate for {dtype}",
             todo="add it to the cluster file, or profile on this device",
         )
-    flops_seconds = num_flops(sizes) / (device.flops_per_second[dtype] * MATMUL_EFFICIENCY)
+    flops_seconds = density * product_flops(op, sizes) / (device.flops_per_second[dtype] * MATMUL_EFFICIENCY)
     return max(flops_seconds, memory_seconds) + device.launch_seconds
-
-
-def num_flops(sizes: dict[str, int]) -> int:
-    """Multiplications and additions of a contraction with these factor sizes; attention is two products."""
-    ends = [name for name in sizes if name.split(".")[0] in ("size", "value")]
-    if "key" in sizes and ends:
-        size = prod(sizes[name] for name in ends if name.startswith("size"))
-        value = prod(sizes[name] for name in ends if name.startswith("value"))
-        return 2 * prod(length for name, length in sizes.items() if name not in ends) * (size + value)
-    return 2 * prod(sizes.values())

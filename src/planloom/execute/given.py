@@ -1,33 +1,58 @@
 """Given tensors: everything that depends on inputs and buffers alone, computed whole on every device once a step."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from planloom.execute.operators import operator, plain
-from planloom.graph import Arg, Graph, is_reference
+from planloom.graph import Arg, Graph, Op, is_reference, referenced
 from planloom.layout import Box
 
 
 def compute_given(graph: Graph, known: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """All given tensors from the batch and the buffers."""
-    values = dict(known)
+    """All given tensors from the batch, the buffers and the random state."""
+    return Given(graph, {}, device)(known)
 
-    def resolve(arg: Arg) -> object:
-        if is_reference(arg):
-            return values[arg[1:]]
-        if isinstance(arg, list | tuple):
-            return [resolve(item) for item in arg]
-        return plain(arg)
 
-    with torch.no_grad():
+class Given:
+    """The given tensors of every step; what no input changes (masks, position tables) is computed once."""
+
+    def __init__(self, graph: Graph, buffers: Mapping[str, Tensor], device: torch.device) -> None:
+        self._device = device
+        constant = {name for name in buffers if name not in graph.updates}
+        ops: tuple[list[Op], list[Op]] = ([], [])
         for op in graph.given:
-            kwargs = {key: resolve(value) for key, value in op.kwargs.items()}
-            if not op.inputs:  # a factory: the graph does not say on which device
-                kwargs["device"] = device
-            values[op.outputs[0]] = operator(op.target)(*(resolve(arg) for arg in op.args), **kwargs)
-    return values
+            is_constant = constant.issuperset(op.inputs)
+            constant.update(op.outputs if is_constant else ())
+            ops[is_constant].append(op)
+        self._later = ops[0]
+        kept = {graph.loss, *graph.updates.values()}.union(*(op.inputs for op in (*graph.ops, *self._later)))
+        kept.update(name for expansion in graph.expansions for name in referenced(expansion.args))
+        computed = self._compute(ops[1], buffers)
+        self._constants = {name: value for name, value in computed.items() if name in kept or name in buffers}
+
+    def __call__(self, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """All given tensors; `known` holds the batch, the random state, and buffers that change."""
+        return self._compute(self._later, {**self._constants, **known})
+
+    def _compute(self, ops: Sequence[Op], known: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        values = dict(known)
+
+        def resolve(arg: Arg) -> object:
+            if is_reference(arg):
+                return values[arg[1:]]
+            if isinstance(arg, list | tuple):
+                return [resolve(item) for item in arg]
+            return plain(arg)
+
+        with torch.no_grad():
+            for op in ops:
+                kwargs = {key: resolve(value) for key, value in op.kwargs.items()}
+                if not op.inputs:  # a factory: the graph does not say on which device
+                    kwargs["device"] = self._device
+                values[op.outputs[0]] = operator(op.target)(*(resolve(arg) for arg in op.args), **kwargs)
+        return values
 
 
 def local_slice(tensor: Tensor, factors: tuple[tuple[int, ...], ...], box: Box) -> Tensor:

@@ -42,6 +42,15 @@ class _At:
         self.key = key
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Inside prepared arguments: which part of a whole tensor this is, in the index of the whole batch."""
+
+    piece: BlockPiece
+    sizes: tuple[int, ...]
+    tensor: str
+
+
 class LocalRun:
     """The forward function of a run at the given coordinates of its mesh."""
 
@@ -59,7 +68,7 @@ class LocalRun:
             tensor = self._graph.tensors[name]
             table[key] = local_slice(given[name], tensor.factors, piece.box(tensor.sizes, name, micro))
         for step in self._steps:
-            table[step.result] = step.function(*_fill(step.args, table), **_fill(step.kwargs, table))
+            table[step.result] = step.function(*_fill(step.args, table, micro), **_fill(step.kwargs, table, micro))
             for key in step.finished:
                 del table[key]
         return tuple(table["made", slot.tensor] for slot in self.run.outputs)
@@ -83,17 +92,17 @@ class LocalRun:
     def _whole_expansions(self, indices: Sequence[int]) -> set[int]:
         """Expansions of which this run holds every operator and nobody else reads an inner result."""
         inside = set(indices)
-        members: dict[int, list[int]] = {}
-        for index, op in enumerate(self._graph.ops):
-            if op.expansion >= 0:
-                members.setdefault(op.expansion, []).append(index)
+        touched = {self._graph.ops[i].expansion for i in indices} - {-1}
         outputs = {slot.tensor for slot in self.run.outputs}
         whole = set()
-        for expansion, ops in members.items():
+        for expansion in touched:
+            ops = self._graph.expansion_members[expansion]
             result = self._graph.expansions[expansion].output
             inner = {name for i in ops for name in self._graph.ops[i].outputs} - {result}
             read = {name for i in inside - set(ops) for name in self._graph.ops[i].inputs}
-            if inside.issuperset(ops) and not inner & (outputs | read) and self._reads_alike(ops):
+            needed = set(referenced(self._graph.expansions[expansion].args))
+            is_read = needed.issubset(name for i in ops for name in self._graph.ops[i].inputs)
+            if is_read and inside.issuperset(ops) and not inner & (outputs | read) and self._reads_alike(ops):
                 whole.add(expansion)
         return whole
 
@@ -133,6 +142,9 @@ class LocalRun:
             args = self._local_slice_args(op, piece, args)
         elif rule.rewrite == "mean":
             function = _scaled(function, self._contracted_share(op, piece))
+        elif rule.rewrite == "random":
+            sizes = self._graph.tensors[op.outputs[0]].sizes
+            kwargs = {"sizes": sizes, "box": _Part(piece, sizes, op.outputs[0])}
         elif rule.rewrite == "one_hot":
             offset = self._one_hot_offset(op, piece)
             if offset is not None:
@@ -165,6 +177,10 @@ class LocalRun:
 
     def _local_slice_args(self, op: Op, piece: BlockPiece, args: list[Any]) -> list[Any]:
         """A slice of one of several equal pieces: start and stop shrink with the piece."""
+        if len(op.args) > 4 and op.args[4] != 1:  # every n-th element, from the same place in every piece
+            size = self._graph.tensors[op.inputs[0]].shape[op.args[1]]
+            start = op.args[2] or 0
+            return [*args[:2], start % size if start < 0 else start, *args[3:]]
         dim = op.args[1] % len(self._graph.tensors[op.inputs[0]].shape)
         whole = self._graph.tensors[op.outputs[0]].shape[dim]
         local = self._local_shape(piece, op.outputs[0])[dim]
@@ -215,13 +231,15 @@ def _scaled(function: Callable[..., Tensor], share: float) -> Callable[..., Tens
     return function if share == 1 else lambda *args, **kwargs: function(*args, **kwargs) * share
 
 
-def _fill(args: Any, table: Mapping[Key, Tensor]) -> Any:
+def _fill(args: Any, table: Mapping[Key, Tensor], micro: int) -> Any:
     if isinstance(args, _At):
         return table[args.key]
     if isinstance(args, tuple | list):
-        return [_fill(arg, table) for arg in args]
+        return [_fill(arg, table, micro) for arg in args]
     if isinstance(args, dict):
-        return {key: _fill(value, table) for key, value in args.items()}
+        return {key: _fill(value, table, micro) for key, value in args.items()}
+    if isinstance(args, _Part):
+        return args.piece.box(args.sizes, args.tensor, micro)
     return args
 
 

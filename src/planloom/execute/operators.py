@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from planloom.capture.experts import combine, dispatch, grouped_bias, grouped_linear
+from planloom.execute.random import dropout, normal, uniform
 from planloom.graph import FLOAT_MARK, Arg
 
 
@@ -34,12 +36,52 @@ def embedding(weight: Tensor, indices: Tensor, padding: int = -1, *_: Any, offse
     inside = (index >= 0) & (index < count)
     own_padding = padding - offset if padding >= 0 and 0 <= padding - offset < count else None
     rows = F.embedding(index.clamp(0, count - 1), weight, padding_idx=own_padding)
-    return rows * inside.unsqueeze(-1).to(rows.dtype)
+    return torch.where(inside.unsqueeze(-1), rows, torch.zeros_like(rows))
 
 
-def weighted_cross_entropy(logits: Tensor, labels: Tensor, weight: Tensor, ignored: int) -> Tensor:
+def gather(x: Tensor, dim: int, index: Tensor, *, offset: int = 0) -> Tensor:
+    """x gathered along a dim of which this device holds the part from `offset` on; zero where that lies outside."""
+    own, count = index - offset, x.shape[dim]
+    inside = (own >= 0) & (own < count)
+    found = x.gather(dim, own.clamp(0, count - 1))
+    return torch.where(inside, found, torch.zeros_like(found))
+
+
+def index_select(x: Tensor, dim: int, index: Tensor, *, offset: int = 0) -> Tensor:
+    """x at these indices of a dim of which this device holds the part from `offset` on; zero elsewhere."""
+    own, count = index - offset, x.shape[dim]
+    inside = (own >= 0) & (own < count)
+    shape = [-1 if i == dim % x.dim() else 1 for i in range(x.dim())]
+    found = x.index_select(dim, own.clamp(0, count - 1))
+    return torch.where(inside.view(shape), found, torch.zeros_like(found))
+
+
+def topk(x: Tensor, count: int, dim: int, largest: bool, ordered: bool) -> Tensor:
+    """The indices of the largest (or smallest) elements along a dim."""
+    if count == x.shape[dim]:
+        return x.detach().argsort(dim=dim, descending=largest, stable=True)
+    return x.detach().topk(count, dim, largest, ordered).indices
+
+
+def convolution(
+    x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int]
+) -> Tensor:
+    """A convolution in as many groups as the channels of input and weight say."""
+    function = (F.conv1d, F.conv2d, F.conv3d)[weight.dim() - 3]
+    return function(x, weight, bias, stride, padding, dilation, x.shape[1] // weight.shape[1])  # type: ignore[operator]
+
+
+def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
+    """True where a query may see a key: not later than itself."""
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril()
+
+
+def weighted_cross_entropy(
+    logits: Tensor, labels: Tensor, weight: Tensor, ignored: int, smoothing: float = 0.0
+) -> Tensor:
     """The sum of the tokens' losses, each with its weight."""
-    return (F.cross_entropy(logits, labels, reduction="none", ignore_index=ignored) * weight).sum()
+    losses = F.cross_entropy(logits, labels, reduction="none", ignore_index=ignored, label_smoothing=smoothing)
+    return (losses * weight).sum()
 
 
 def constant(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -48,12 +90,27 @@ def constant(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 OWN: dict[str, Callable[..., Tensor]] = {
+    "planloom.causal_mask": causal_mask,
+    "planloom.combine.default": combine,
+    "planloom.dispatch.default": dispatch,
+    "planloom.grouped_bias.default": grouped_bias,
+    "planloom.grouped_linear.default": grouped_linear,
+    "planloom.convolution": convolution,
+    "planloom.dropout": dropout,
+    "planloom.normal": normal,
+    "planloom.topk": topk,
+    "planloom.uniform": uniform,
     "planloom.constant": constant,
     "planloom.statistic_max": statistic_max,
     "planloom.pick": pick,
     "planloom.weighted_cross_entropy": weighted_cross_entropy,
 }
-ONE_HOT: dict[str, Callable[..., Tensor]] = {"planloom.pick": pick, "aten.embedding.default": embedding}
+ONE_HOT: dict[str, Callable[..., Tensor]] = {
+    "aten.embedding.default": embedding,
+    "aten.gather.default": gather,
+    "aten.index_select.default": index_select,
+    "planloom.pick": pick,
+}
 
 
 @cache

@@ -8,6 +8,7 @@ produced: gloo's writes do not bump versions, and autograd would not notice.
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from math import prod
 
@@ -75,6 +76,9 @@ class Wire:
 
         A device that holds nothing, before a broadcast or scatter to it, still gives an array of the right dtype.
         """
+        if local.dtype == torch.bool:  # gloo has no bool
+            finish_bytes = self.run_steps(steps, local.to(torch.uint8), sizes)
+            return lambda: finish_bytes().bool()
         array = local.reshape(sizes) if local.numel() == prod(sizes) else local
         finish: Finish = lambda: array  # noqa: E731
         tag = self.reserve_tags(len(steps))
@@ -112,6 +116,67 @@ class Wire:
                 return self._reduce_scatter(step, array, group, tag)
             case "all_to_all":
                 return self._all_to_all(step, array, group)
+
+    def move_rows(
+        self, steps: tuple[Step, ...], local: Tensor, mask: Tensor, sizes: tuple[int, ...], num_row_dims: int
+    ) -> Finish:
+        """Carry out a program on a ragged tensor, of which a device holds the rows where its mask is true."""
+        held = mask.reshape(sizes[:num_row_dims]).bool()
+        rows = local.reshape(local.shape[1], *sizes[num_row_dims:])
+        tag = self.reserve_tags(len(steps))
+        for i, step in enumerate(steps):
+            held, rows = self._row_step(step, held, rows, tag + i)
+        return lambda: rows.reshape(1, rows.shape[0], -1)
+
+    def _row_step(self, step: Step, held: Tensor, rows: Tensor, tag: int) -> tuple[Tensor, Tensor]:
+        group, num_row_dims = step.group_of(self.device), held.dim()
+        dims = (*step.along, *step.into)
+        if group is None or step.kind in ("broadcast", "reduce", "scatter", "gather"):
+            raise NotImplementedError(f"{step.kind} of the rows of experts")
+        if all(dim >= num_row_dims for dim in dims):  # the same rows: a step like any other
+            along, into = (tuple(dim - num_row_dims + 1 for dim in of) for of in (step.along, step.into))
+            plain = replace(step, along=along, into=into)
+            return held, self.start_step(plain, rows, tuple(rows.shape), tag)()
+        if any(dim >= num_row_dims for dim in dims):
+            raise NotImplementedError(f"{step.kind} of rows into features, {dims}")
+        position, numbers = group.index(self.device), _numbered(held)
+        match step.kind:
+            case "slice":
+                own = _cut(numbers, step)[position]
+                return own >= 0, rows[own[own >= 0]]
+            case "reduce_scatter":
+                pieces = _cut(numbers, step)
+                own = pieces[position] >= 0
+                parts = self._exchanged_rows([rows[p[p >= 0]] for p in pieces], [int(own.sum())] * len(group), group)
+                return own, torch.stack(parts).sum(0, dtype=rows.dtype)
+            case _:  # all_gather, all_to_all
+                after = self.start_step(step, held.to(torch.uint8), tuple(held.shape), tag)().bool()
+                pieces = _cut(numbers, step) if step.into else numbers.expand(len(group), *numbers.shape)
+                places = [p[p >= 0] for p in _cut(_numbered(after), replace(step, into=step.along))]
+                parts = self._exchanged_rows([rows[p[p >= 0]] for p in pieces], [len(p) for p in places], group)
+                result = rows.new_empty(int(after.sum()), *rows.shape[1:])
+                for place, part in zip(places, parts, strict=True):
+                    result[place] = part
+                return after, result
+
+    def _exchanged_rows(self, parts: list[Tensor], counts: list[int], group: tuple[int, ...]) -> list[Tensor]:
+        """Part q goes to the member q, which knows how many rows to expect; in the order of the group."""
+        order = [group.index(rank) for rank in sorted(group)]
+        sent = torch.cat([parts[i] for i in order])
+        received = sent.new_empty(sum(counts), *sent.shape[1:])
+        expected = [counts[i] for i in order]
+        with _on_the_wire():
+            work = dist.all_to_all_single(
+                received,
+                sent,
+                output_split_sizes=expected,
+                input_split_sizes=[len(parts[i]) for i in order],
+                group=self.process_group(group),
+                async_op=True,
+            )
+        _wait(work)
+        found = dict(zip(order, received.split(expected), strict=True))
+        return [found[i] for i in range(len(group))]
 
     def _all_reduce(self, step: Step, array: Tensor, group: tuple[int, ...]) -> Finish:
         result = array.clone(memory_format=torch.contiguous_format)
@@ -264,6 +329,12 @@ def _wait(work: "dist.Work | None") -> None:
     assert work is not None
     with _on_the_wire():
         work.wait()
+
+
+def _numbered(held: Tensor) -> Tensor:
+    """The number of every row where a mask is true, -1 elsewhere."""
+    numbers = held.to(torch.int64).flatten().cumsum(0).reshape(held.shape) - 1
+    return torch.where(held, numbers, -1)
 
 
 def _cut(array: Tensor, step: Step) -> Tensor:

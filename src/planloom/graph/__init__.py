@@ -3,10 +3,22 @@
 from planloom.graph.factors import refine_factors
 from planloom.graph.fingerprint import fingerprint, graph_difference
 from planloom.graph.rules import Rule, notate
-from planloom.graph.values import FLOAT_MARK, Arg, Expansion, Graph, Op, Tensor, is_reference, reference, referenced
+from planloom.graph.values import (
+    FLOAT_MARK,
+    RANDOM_STATE,
+    Arg,
+    Expansion,
+    Graph,
+    Op,
+    Tensor,
+    is_reference,
+    reference,
+    referenced,
+)
 
 __all__ = [
     "FLOAT_MARK",
+    "RANDOM_STATE",
     "Arg",
     "Expansion",
     "Graph",

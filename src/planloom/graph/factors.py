@@ -6,6 +6,7 @@ travel between a tensor's dims and the factors of the operators around it until 
 consecutive cuts are then the factors, and rules are rewritten in them (`out` becomes `out.0 out.1`).
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -24,17 +25,37 @@ def refine_factors(tensors: dict[str, Tensor], ops: Sequence[Op]) -> tuple[dict[
         (t.name, i): {1, size} for t in tensors.values() for i, size in enumerate(t.shape)
     }
     factor_cuts: list[dict[str, Cuts]] = [{n: {1, s} for n, s in _rule(op).sizes.items()} for op in ops]
-    changed = True
-    while changed:
-        changed = False
-        for op, cuts in zip([*ops, *reversed(ops)], [*factor_cuts, *reversed(factor_cuts)], strict=True):
-            changed |= _exchange_cuts(op, cuts, dim_cuts)
+    _agree(ops, factor_cuts, dim_cuts)
     refined = {
         t.name: replace(t, factors=tuple(_sizes(dim_cuts[t.name, i]) for i in range(len(t.shape))))
         for t in tensors.values()
     }
-    new_ops = [replace(op, rule=_rewrite(op, cuts)) for op, cuts in zip(ops, factor_cuts, strict=True)]
+    rewritten: dict[tuple[int, str], Rule] = {}  # equal layers share rules, before and after
+    new_ops = []
+    for op, cuts in zip(ops, factor_cuts, strict=True):
+        key = (id(op.rule), repr({name: sorted(own) for name, own in cuts.items()}))
+        if key not in rewritten:
+            rewritten[key] = _rewrite(op, cuts)
+        new_ops.append(replace(op, rule=rewritten[key]))
     return refined, _fix_selections(new_ops)
+
+
+def _agree(ops: Sequence[Op], factor_cuts: list[dict[str, Cuts]], dim_cuts: dict[tuple[str, int], Cuts]) -> None:
+    """Let cuts travel: an operator is visited again when a tensor that it touches has got new ones."""
+    touching: dict[str, list[int]] = {}
+    for i, op in enumerate(ops):
+        for name in dict.fromkeys((*op.inputs, *op.outputs)):
+            touching.setdefault(name, []).append(i)
+    waiting, queued = deque(range(len(ops))), set(range(len(ops)))
+    while waiting:
+        i = waiting.popleft()
+        queued.discard(i)
+        changed: set[str] = set()
+        while new := _exchange_cuts(ops[i], factor_cuts[i], dim_cuts):
+            changed |= new
+        for j in sorted({j for name in changed for j in touching[name]} - queued - {i}):
+            queued.add(j)
+            waiting.append(j)
 
 
 def _rule(op: Op) -> Rule:
@@ -47,11 +68,18 @@ def _terms(op: Op) -> list[tuple[str, Term]]:
     return [*zip(op.inputs, rule.inputs, strict=True), *zip(op.outputs, rule.outputs, strict=True)]
 
 
-def _exchange_cuts(op: Op, factor_cuts: dict[str, Cuts], dim_cuts: dict[tuple[str, int], Cuts]) -> bool:
-    sizes, changed = _rule(op).sizes, False
+def _exchange_cuts(op: Op, factor_cuts: dict[str, Cuts], dim_cuts: dict[tuple[str, int], Cuts]) -> set[str]:
+    """Exchange cuts between an operator's factors and its tensors; the tensors for which something changed."""
+    sizes = _rule(op).sizes
+    changed: set[str] = set()
     for tensor, term in _terms(op):
         for dim, names in enumerate(term):
-            cuts, below = dim_cuts[tensor, dim], prod(sizes[n] for n in names)
+            cuts = dim_cuts[tensor, dim]
+            if len(names) == 1 and cuts == factor_cuts[names[0]]:  # they agree already
+                continue
+            below = prod(sizes[n] for n in names)
+            if not below:  # nothing to cut
+                continue
             for name in names:
                 above, below = below, below // sizes[name]
                 inner = {c // below for c in cuts if below < c < above and c % below == 0 and above % c == 0}
@@ -59,8 +87,8 @@ def _exchange_cuts(op: Op, factor_cuts: dict[str, Cuts], dim_cuts: dict[tuple[st
                 if not inner <= factor_cuts[name] or not outer <= cuts:
                     factor_cuts[name] |= inner
                     cuts |= outer
-                    changed = True
-            _require_chain(op, tensor, dim, cuts)
+                    changed.add(tensor)
+                    _require_chain(op, tensor, dim, cuts)
     return changed
 
 
@@ -76,6 +104,8 @@ def _require_chain(op: Op, tensor: str, dim: int, cuts: Cuts) -> None:
 
 
 def _sizes(cuts: Cuts) -> tuple[int, ...]:
+    if 0 in cuts:
+        return (0,)
     ordered = sorted(cuts, reverse=True)
     return tuple(large // small for large, small in pairwise(ordered))
 
@@ -117,5 +147,7 @@ def _fix_selections(ops: list[Op]) -> list[Op]:
         if rule.kind != "contraction":
             for tensor, term in zip(op.inputs, rule.inputs, strict=True):
                 selected.update((tensor, i) for i, name in enumerate(flat(term)) if name in fixed)
-        result.append(replace(op, rule=replace(rule, fixed=tuple(sorted(fixed)))))
+        if fixed != set(rule.fixed):
+            op = replace(op, rule=replace(rule, fixed=tuple(sorted(fixed))))
+        result.append(op)
     return result[::-1]

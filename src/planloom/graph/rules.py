@@ -27,7 +27,7 @@ Kind = Literal["view", "pointwise", "contraction"]
 ONE_HOT_FACTOR = "vocab"
 """The factor of a one-hot contraction over which indices run."""
 
-Rewrite = Literal["none", "shape", "slice", "mean", "one_hot"]
+Rewrite = Literal["none", "shape", "slice", "mean", "one_hot", "random"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,8 @@ class Rule:
 
     linear: groups of inputs in which the operator is jointly linear: if exactly the inputs of one group are partial
     sums, so is the output. rewrite: how arguments change for a piece: `shape` (an argument is the output's shape),
-    `slice` (start and stop scale), `mean` (divides by the whole size), `one_hot` (indices get the piece's offset).
+    `slice` (start and stop scale), `mean` (divides by the whole size), `one_hot` (indices get the piece's offset),
+    `random` (elements are numbered as in the whole).
     differentiable: False for maxima that are used as statistics and carry no cotangent.
     """
 

@@ -11,7 +11,7 @@ vector-Jacobian product of its local forward function.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -23,6 +23,10 @@ Arg = Any
 
 FLOAT_MARK = "float:"
 """Before numbers that JSON cannot hold: `float:inf`, `float:-inf`, `float:nan`."""
+
+
+RANDOM_STATE = "random_state"
+"""The given tensor that random operators read: the seed and the step."""
 
 
 def reference(name: str) -> str:
@@ -48,12 +52,18 @@ def referenced(arg: Arg) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
-    """A tensor: `factors[i]` are the sizes of the factors of dim i, major to minor."""
+    """A tensor: `factors[i]` are the sizes of the factors of dim i, major to minor.
+
+    A *ragged* tensor [experts, tokens, features] holds rows only where the mask `rows` [experts, tokens] is true, which
+    is the share `density` of all; a device stores its rows as [1, n, features], in the order of the mask's elements.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     factors: tuple[tuple[int, ...], ...] = ()
+    rows: str = ""
+    density: float = 1.0
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -98,7 +108,11 @@ class Expansion:
 
 @dataclass(frozen=True, kw_only=True)
 class Graph:
-    """A model's forward pass and loss. `tied` maps every further name of a parameter to its first."""
+    """A model's forward pass and loss.
+
+    `tied` maps every further name of a parameter to its first. `updates` maps buffers that the forward pass writes to
+    their new values. `random`: some operator reads the random state.
+    """
 
     tensors: dict[str, Tensor]
     inputs: tuple[str, ...]
@@ -109,6 +123,8 @@ class Graph:
     expansions: tuple[Expansion, ...]
     loss: str
     tied: dict[str, str]
+    updates: dict[str, str] = field(default_factory=dict)
+    random: bool = False
 
     @cached_property
     def producer(self) -> dict[str, int]:
@@ -116,23 +132,55 @@ class Graph:
         return {name: i for i, op in enumerate(self.ops) for name in op.outputs}
 
     @cached_property
+    def readers(self) -> dict[str, tuple[int, ...]]:
+        """The indices in `ops` of the operators that read a tensor."""
+        found: dict[str, list[int]] = {}
+        for i, op in enumerate(self.ops):
+            for name in dict.fromkeys(op.inputs):
+                found.setdefault(name, []).append(i)
+        return {name: tuple(indices) for name, indices in found.items()}
+
+    @cached_property
+    def parameter_names(self) -> frozenset[str]:
+        return frozenset(self.parameters)
+
+    @cached_property
+    def expansion_members(self) -> tuple[tuple[int, ...], ...]:
+        """For every expansion, the indices in `ops` of the operators that stand for it."""
+        members: list[list[int]] = [[] for _ in self.expansions]
+        for i, op in enumerate(self.ops):
+            if op.expansion >= 0:
+                members[op.expansion].append(i)
+        return tuple(map(tuple, members))
+
+    @cached_property
     def given_names(self) -> frozenset[str]:
         """Tensors that every device knows whole."""
-        return frozenset((*self.inputs, *self.buffers, *(name for op in self.given for name in op.outputs)))
+        made = (name for op in self.given for name in op.outputs)
+        return frozenset((*self.inputs, *self.buffers, *made, *((RANDOM_STATE,) if self.random else ())))
 
     @cached_property
     def given_from_inputs(self) -> frozenset[str]:
-        """Given tensors that change with the batch."""
-        found = set(self.inputs)
+        """Given tensors that change from step to step."""
+        found = {*self.inputs, RANDOM_STATE}
         for op in self.given:
             if found.intersection(op.inputs):
                 found.update(op.outputs)
         return frozenset(found)
 
     def is_differentiable(self, tensor: str) -> bool:
-        """Does this tensor carry a cotangent? Given tensors, integers and statistics do not."""
-        if not self.tensors[tensor].is_float or tensor in self.given_names:
-            return False
-        index = self.producer.get(tensor)
-        rule = self.ops[index].rule if index is not None else None
-        return rule is None or rule.differentiable
+        """Does this tensor carry a cotangent?"""
+        return tensor in self._with_cotangent
+
+    @cached_property
+    def _with_cotangent(self) -> frozenset[str]:
+        """What the loss depends on by derivatives: not given tensors, integers, statistics, nor what only they read."""
+        found = {self.loss}
+        for op in reversed(self.ops):
+            if not found.intersection(op.outputs):
+                continue
+            if op.rule is not None and not op.rule.differentiable:
+                found.difference_update(op.outputs)
+                continue
+            found.update(name for name in op.inputs if self.tensors[name].is_float and name not in self.given_names)
+        return frozenset(found)

@@ -13,12 +13,24 @@ BATCH_DIM = "batch"
 
 def require_plan(plan: Plan, blocks: BlockGraph) -> None:
     """Refuse a plan whose parts do not fit each other or the model's blocks."""
+    _require_updates(blocks)
     _require_counts(plan, blocks)
     _require_storage(plan, blocks)
     _require_strategies(plan, blocks)
     _require_batch(plan, blocks)
     _require_stages(plan, blocks)
     _require_orders(plan)
+
+
+def _require_updates(blocks: BlockGraph) -> None:
+    written = [name for name, value in blocks.graph.updates.items() if value not in blocks.graph.given_names]
+    if written:
+        raise PlanError(
+            "a buffer that the forward pass computes from activations cannot be trained under a plan yet",
+            given=", ".join(written[:4]) + (" …" if len(written) > 4 else ""),
+            required="a model whose forward pass writes no such buffer",
+            todo="use a norm without running statistics, such as LayerNorm or GroupNorm",
+        )
 
 
 def _require_counts(plan: Plan, blocks: BlockGraph) -> None:
@@ -80,7 +92,7 @@ def _require_batch(plan: Plan, blocks: BlockGraph) -> None:
     for block in blocks.blocks:
         dim = block.dim(BATCH_DIM)
         if dim is None:
-            depends = block.inputs or any(name in blocks.graph.given_from_inputs for name in block.given)
+            depends = not block.is_source or any(name in blocks.graph.given_from_inputs for name in block.given)
             if plan.num_micro_batches > 1 and depends:
                 raise PlanError(
                     f"block {block.name} mixes the batch and cannot run on micro-batches",
@@ -88,6 +100,12 @@ def _require_batch(plan: Plan, blocks: BlockGraph) -> None:
                     required="one micro-batch, or a model whose operators keep the batch apart",
                 )
             continue
+        if plan.num_micro_batches > 1 and any(t in dim.partials and t != blocks.graph.loss for t in block.outputs):
+            raise PlanError(
+                f"block {block.name} sums over the whole batch and cannot run on micro-batches",
+                given=f"{plan.num_micro_batches} micro-batches",
+                required="one micro-batch, or a model that reduces over the batch in its loss alone",
+            )
         mesh = plan.meshes[plan.stages[block.index]]
         axes = plan.strategies[block.index].get(BATCH_DIM, ())
         pieces = plan.num_micro_batches * prod(mesh.axis(axis).size for axis in axes)
@@ -106,6 +124,13 @@ def _require_stages(plan: Plan, blocks: BlockGraph) -> None:
     for block in blocks.blocks:
         for tensor in block.inputs:
             source = blocks.producer[tensor]
+            if blocks.graph.tensors[tensor].rows and plan.stages[source] != plan.stages[block.index]:
+                raise PlanError(
+                    f"the rows of experts {tensor} would leave their stage",
+                    given=f"{blocks.blocks[source].name} in stage {plan.stages[source]}, {block.name} in another",
+                    required="dispatch, experts and combine in one stage",
+                    todo="cut the stages elsewhere",
+                )
             if plan.stages[source] > plan.stages[block.index]:
                 raise PlanError(
                     f"block {block.name} in stage {plan.stages[block.index]} reads from a later stage",

@@ -11,6 +11,7 @@ from planloom.blocks import Block, BlockGraph
 from planloom.errors import PlanError
 from planloom.graph import Graph
 from planloom.layout import Mesh, Placement, mesh_of
+from planloom.plan.checks import BATCH_DIM
 from planloom.plan.draft import Draft, draft
 from planloom.plan.values import Plan, StorageKind
 
@@ -25,6 +26,7 @@ class NamedPlan:
     pp: int = 1
     sequence: bool = False
     vocab: bool = False
+    experts: bool = False
     storage: StorageKind = "replicated"
     micro: int = 1
     schedule: str = "1f1b"
@@ -35,7 +37,7 @@ class NamedPlan:
 
     def __str__(self) -> str:
         degrees = [f"{name}={getattr(self, name)}" for name in ("dp", "tp", "tp2", "pp") if getattr(self, name) > 1]
-        switches = [name for name in ("sequence", "vocab") if getattr(self, name)]
+        switches = [name for name in ("sequence", "vocab", "experts") if getattr(self, name)]
         switches += [self.storage] if self.storage != "replicated" else []
         switches += [f"micro={self.micro}"] if self.micro > 1 else []
         switches += [self.schedule] if self.pp > 1 else []
@@ -49,7 +51,7 @@ def parse_named(text: str) -> NamedPlan:
         key, _, value = word.partition("=")
         if key in ("dp", "tp", "tp2", "pp", "micro") and value.isascii() and value.isdigit() and int(value) > 0:
             plan = replace(plan, **{key: int(value)})  # type: ignore[arg-type]
-        elif word in ("sequence", "vocab"):
+        elif word in ("sequence", "vocab", "experts"):
             plan = replace(plan, **{word: True})  # type: ignore[arg-type]
         elif word in ("zero1", "zero3"):
             plan = replace(plan, storage=word)  # type: ignore[arg-type]
@@ -59,7 +61,7 @@ def parse_named(text: str) -> NamedPlan:
             raise PlanError(
                 f"unknown word {word!r} in a named plan",
                 given=text,
-                required="dp=N tp=N tp2=N pp=N micro=N sequence vocab zero1 zero3 gpipe 1f1b, joined by commas",
+                required="dp=N tp=N tp2=N pp=N micro=N sequence vocab experts zero1 zero3 gpipe 1f1b, joined by commas",
             )
     return plan
 
@@ -83,9 +85,40 @@ def named_plan(
     written = _tensor_parallel(written, named)
     if named.dp > 1:
         written = written.split("*", batch="dp")
+        if named.experts:
+            written = _expert_parallel(written)
         if named.storage != "replicated":
-            written = written.store("*", named.storage, over="dp")
+            written = _stored_split(written, named.storage)
     return written.order(named.schedule, micro_batches=named.micro).plan(str(named))
+
+
+def _expert_parallel(written: Draft) -> Draft:
+    """Between dispatch and combine, split the experts over the axis that splits the batch everywhere else."""
+    graph, strategies = written.blocks.graph, list(written.strategies)
+    found = False
+    for block in written.blocks.blocks:
+        if block.dim("experts") is not None and any(graph.tensors[t].rows for t in block.inputs) and any(
+            graph.tensors[t].rows for t in block.outputs
+        ):  # fmt: skip
+            others = {dim: axes for dim, axes in strategies[block.index].items() if dim != BATCH_DIM}
+            strategies[block.index] = {**others, "experts": ("dp",)}
+            found = True
+    if not found:
+        raise PlanError("the model has no experts to split", given="experts", required="a mixture of experts")
+    return replace(written, strategies=tuple(strategies))
+
+
+def _stored_split(written: Draft, kind: StorageKind) -> Draft:
+    """Store parameters split over dp, except those that dp splits already: experts."""
+    taken = {
+        name
+        for block in written.blocks.blocks
+        for dim, axes in written.strategies[block.index].items()
+        if "dp" in axes and dim != BATCH_DIM
+        for name in block.parameters
+    }
+    written = written.store("*", kind, over="dp")
+    return replace(written, storage={name: how for name, how in written.storage.items() if name not in taken})
 
 
 def axis_sizes(named: NamedPlan) -> dict[str, int]:
@@ -102,7 +135,8 @@ def _tensor_parallel(written: Draft, named: NamedPlan) -> Draft:
     for block, is_inner in zip(written.blocks.blocks, _inner_blocks(written.blocks), strict=True):
         axes = _block_axes(written.blocks, block, is_inner, named)
         for dim, axis in axes.items():
-            if getattr(named, axis) > 1 and any(d.name.split(".")[0] == dim for d in block.dims):
+            size = getattr(named, axis)
+            if size > 1 and any(d.name.split(".")[0] == dim and d.size % size == 0 for d in block.dims):
                 written = written.split(block.name, **{dim: axis})
     return written
 
@@ -138,8 +172,9 @@ def _is_map(block: Block) -> bool:
 
 
 def _is_head(blocks: BlockGraph, block: Block) -> bool:
-    readers = [blocks.blocks[c].name for t in block.outputs for c in blocks.consumers.get(t, ())]
-    return _is_map(block) and any(name.startswith("loss") for name in readers)
+    """Does a block make the logits of a loss over a vocabulary?"""
+    readers = [blocks.blocks[c] for t in block.outputs for c in blocks.consumers.get(t, ())]
+    return _is_map(block) and any(b.name.startswith("loss") and b.dim("vocab") is not None for b in readers)
 
 
 def _stage_meshes(mesh: Mesh, num_stages: int) -> list[Mesh]:

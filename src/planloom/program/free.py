@@ -24,7 +24,9 @@ def reads(instruction: Instruction) -> tuple[Buffer, ...]:
             return inputs
         case Backward(cotangents=cotangents):
             return tuple(buffer for buffer in cotangents if buffer is not None)
-        case Collective(source=source) | Send(source=source) | Accumulate(source=source):
+        case Collective(source=source, rows=rows):
+            return (source,) if rows is None else (source, rows)
+        case Send(source=source) | Accumulate(source=source):
             return (source,)
         case Sum(sources=sources):
             return sources
@@ -53,8 +55,13 @@ def writes(instruction: Instruction) -> tuple[Buffer, ...]:
     return ()
 
 
-def free_after_last_use(body: list[Instruction]) -> tuple[Instruction, ...]:
-    """The same body with a `Free` behind the last use of every buffer of the micro-batch that no send holds."""
+def free_after_last_use(
+    body: list[Instruction], *, kept: frozenset[Buffer] = frozenset(), inherited: frozenset[Buffer] = frozenset()
+) -> tuple[Instruction, ...]:
+    """The same body with a `Free` behind the last use of every buffer of the micro-batch that no send holds.
+
+    `kept`: buffers that a later body reads, and frees as `inherited`.
+    """
     sent = {instruction.source for instruction in body if isinstance(instruction, Send)}
     source_of = {c.target: c.source for c in body if isinstance(c, Collective)}
     last: dict[Buffer, int] = {}
@@ -63,9 +70,9 @@ def free_after_last_use(body: list[Instruction]) -> tuple[Instruction, ...]:
         if isinstance(instruction, Wait) and instruction.buffer in source_of:
             used += (source_of[instruction.buffer],)  # in flight until then
         for buffer in used:
-            if buffer.indexed and buffer not in sent:
+            if buffer.indexed and buffer not in sent and buffer not in kept:
                 last[buffer] = i
-    made = {buffer for instruction in body for buffer in writes(instruction)}
+    made = {*inherited, *(buffer for instruction in body for buffer in writes(instruction))}
     freed: dict[int, list[Buffer]] = {}
     for buffer, i in last.items():
         if buffer in made:

@@ -17,6 +17,7 @@ from dataclasses import replace
 
 from planloom.collective import DigitsPrice, change_layout
 from planloom.errors import LayoutError, PlanError
+from planloom.graph import Tensor
 from planloom.layout import Layout
 from planloom.program.exchange import plan_transfers
 from planloom.program.free import free_after_last_use
@@ -60,8 +61,8 @@ def materialize(
     for s, stage in enumerate(builder.stages):
         bodies = {
             ENTER: tuple(_receives_first(stage.enter)),
-            "forward": free_after_last_use(_receives_first(stage.forward)),
-            "backward": free_after_last_use(_receives_first(stage.backward)),
+            "forward": free_after_last_use(_receives_first(stage.forward), kept=_masks(stage.backward)),
+            "backward": free_after_last_use(_receives_first(stage.backward), inherited=_masks(stage.backward)),
             EXIT: tuple(_receives_first(stage.exit)),
         }
         parameters = tuple(
@@ -78,6 +79,11 @@ def materialize(
 def _receives_first(body: list[Instruction]) -> list[Instruction]:
     """Start all receives of a body before anything else: they depend on nothing, and messages then travel at once."""
     return sorted(body, key=lambda instruction: not isinstance(instruction, Receive))
+
+
+def _masks(backward: list[Instruction]) -> frozenset[Buffer]:
+    """The masks of ragged cotangents: made in the forward, read in the backward."""
+    return frozenset(i.rows for i in backward if isinstance(i, Collective) and i.rows is not None)
 
 
 class _Stage:
@@ -141,6 +147,15 @@ class _Builder:
                 required=f"layout {after}",
                 todo="split the blocks on both sides alike, or over axes that divide the tensor",
             ) from error
+        if len(parts) > 1 and self.graph.tensors[slot.tensor].rows:
+            raise PlanError(
+                f"the rows of experts {slot.tensor} would change their layout in {len(parts)} steps",
+                given=f"layout {before}",
+                required=f"layout {after}, in one step",
+                todo="split experts and tokens over whole axes, in the same order",
+            )
+        rows = self._rows(stage, slot, before) if parts else None
+        num_row_factors = len(self._mask(slot).sizes) if rows is not None else 0
         for i, part in enumerate(parts):
             target = Buffer(name=f"{name}:{i}" if i + 1 < len(parts) else name, indexed=source.indexed)
             body.append(
@@ -151,11 +166,25 @@ class _Builder:
                     steps=part.program(self.meshes[stage]).steps,
                     factors=part.factors,
                     sizes=part.local_sizes,
+                    rows=rows,
+                    num_row_dims=sum(len(subs) for subs in part.factors[:num_row_factors]),
                 )
             )
             body.append(Wait(buffer=target))
             source = target
         return source
+
+    def _mask(self, slot: Slot) -> Tensor:
+        return self.graph.tensors[self.graph.tensors[slot.tensor].rows]
+
+    def _rows(self, s: int, slot: Slot, layout: Layout) -> Buffer | None:
+        """The mask of a ragged tensor in the tensor's own layout, brought there in the forward."""
+        if not self.graph.tensors[slot.tensor].rows:
+            return None
+        mask = self._mask(slot)
+        count = len(mask.sizes)
+        own = Layout(splits=layout.splits[:count])
+        return self._value(s, Slot(tensor=mask.name, layout=own, cotangent=None, sizes=slot.sizes[:count]))
 
     def _exchange(
         self,

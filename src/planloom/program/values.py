@@ -89,7 +89,8 @@ class Backward:
 class Collective:
     """Start a collective program on a tensor whose factor i is the product of `factors[i]`, major to minor.
 
-    `sizes` are the dims, one a sub-factor, of a device's array before it.
+    `sizes` are the dims, one a sub-factor, of a device's array before it. For a ragged tensor `rows` holds the device's
+    part of its mask, whose elements are the first `num_row_dims` dims: only the rows where it is true are stored.
     """
 
     tensor: str
@@ -98,6 +99,8 @@ class Collective:
     steps: tuple[Step, ...]
     factors: tuple[tuple[int, ...], ...]
     sizes: tuple[int, ...]
+    rows: Buffer | None = None
+    num_row_dims: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -279,6 +279,7 @@ class _Interpreter:
         symbols = {device: self._read(device, collective.source, micro, tensor) for device in devices}
         for device, symbol in symbols.items():
             self._require_tensor(device, tensor, symbol)
+            self._require_rows(device, collective, symbol, micro)
         try:
             combine = self.complete.combine(next(iter(symbols.values())))
             results = apply_steps(collective, symbols, combine)
@@ -294,6 +295,21 @@ class _Interpreter:
             if source != target:
                 self.in_flight.setdefault((device, source), []).append(_Work("source", target=target))
         self.counts["collectives"] += sum(not step.is_local for step in collective.steps)
+
+    def _require_rows(self, device: int, collective: Collective, symbol: Symbol, micro: int) -> None:
+        """A ragged tensor is moved with its mask: complete, and of the very rows that the device holds."""
+        mask = self.graph.tensors[collective.tensor].rows
+        if not mask and collective.rows is None:
+            return
+        if not mask or collective.rows is None:
+            raise _FaultError(collective.tensor, "rows are moved without their mask", (device,))
+        rows = self._read(device, collective.rows, micro, mask)
+        expected = symbol.box[: len(self.graph.tensors[mask].sizes)]
+        if rows.kind != "value" or rows.tensor != mask or rows.box != expected:
+            raise _FaultError(collective.tensor, f"rows at {list(expected)} are moved by {rows}", (device,))
+        lack = self.complete.lacks_value(rows)
+        if lack:
+            raise _FaultError(collective.tensor, f"rows are moved by an incomplete mask: {lack}", (device,))
 
     def _send(self, devices: tuple[int, ...], send: Send, micro: int) -> None:
         key = (send.channel, micro)

@@ -6,7 +6,6 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from planloom.blocks import BlockGraph, Segment
 from planloom.cluster import COLLECTIVES, Cluster, format_bytes, format_seconds
 from planloom.plan import Plan
 from planloom.search import Candidate
@@ -32,20 +31,6 @@ def candidates_table(candidates: Sequence[Candidate], here: Mapping[str, float],
         row += [format_seconds(seconds) for seconds in (step, step - compute)]
         row += [format_seconds(here[candidate.label])] if candidate.label in here else []
         table.add_row(*row, style="bold green" if i == 0 else "")
-    return table
-
-
-def blocks_table(blocks: BlockGraph, segments: Sequence[Segment]) -> Table:
-    """One row a block, a line between segments."""
-    table = Table(title=f"{len(blocks.graph.ops)} operators in {len(blocks.blocks)} blocks", title_justify="left")
-    for name in ("block", "operators", "dims", "parameters"):
-        table.add_column(name)
-    starts = {segment.start for segment in segments}
-    for block in blocks.blocks:
-        if block.index in starts and block.index:
-            table.add_section()
-        dims = " ".join(f"{dim.name}={dim.size}" for dim in block.dims)
-        table.add_row(block.name, str(len(block.ops)), dims, " ".join(block.parameters))
     return table
 
 

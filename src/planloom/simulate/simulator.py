@@ -141,6 +141,10 @@ class _Simulator:
     def _item_bytes(self, tensor: str) -> int:
         return self.prices.blocks.graph.tensors[tensor].item_bytes
 
+    def _stored_bytes(self, tensor: str, sizes: tuple[int, ...]) -> int:
+        """Bytes of a local array; of a ragged tensor only the rows that are there."""
+        return round(prod(sizes) * self._item_bytes(tensor) * self.prices.blocks.graph.tensors[tensor].density)
+
     def _run_seconds(self, run: int, phase: Phase) -> float:
         if (run, phase) not in self._run_prices:
             self._run_prices[run, phase] = self._seen(self.prices.run(self.program, self.program.runs[run], phase))
@@ -150,7 +154,7 @@ class _Simulator:
         if id(collective) not in self._step_prices:
             total, sizes = 0.0, collective.sizes
             for step in collective.steps:
-                num_bytes = prod(sizes) * self._item_bytes(collective.tensor)
+                num_bytes = self._stored_bytes(collective.tensor, sizes)
                 total += self._seen(self.prices.step(step, num_bytes))
                 sizes = local_sizes_after(step, sizes)
             self._step_prices[id(collective)] = total
@@ -160,6 +164,6 @@ class _Simulator:
         """Sums and accumulations read and write a cotangent or gradient; its size is that of the whole at most."""
         tensor = self.prices.blocks.graph.tensors[instruction.tensor]  # type: ignore[union-attr]
         shares = len(self.program.stages[s].mesh.devices)
-        num_bytes = prod(tensor.shape) * tensor.item_bytes // shares
+        num_bytes = self._stored_bytes(tensor.name, tensor.shape) // shares
         accesses = 1 + (len(instruction.sources) if isinstance(instruction, Sum) else 2)
         return self._seen(self.prices.memory(accesses * num_bytes))

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from planloom.blocks import BlockGraph
-from planloom.execute import LocalRun, RunVjp, compute_given, local_slice
+from planloom.execute import Given, LocalRun, RunVjp, local_slice
 from planloom.execute.wire import Finish, Wire
+from planloom.graph import RANDOM_STATE
 from planloom.program import (
     Accumulate,
     Backward,
@@ -45,12 +46,16 @@ class Runtime:
         buffers: Mapping[str, Tensor],
         optimizer: OptimizerFactory,
         wire: Wire,
+        *,
+        seed: int = 0,
     ) -> None:
         self.blocks, self.program, self.device, self.wire = blocks, program, device, wire
         self.stage = program.stages[program.stage_of(device)]
         self.at = next(iter(parameters.values())).device
         self.coordinates = self.stage.mesh.coordinates(device)
-        self.buffers = dict(buffers)
+        self.seed, self.num_steps = seed, 0
+        self._given = Given(blocks.graph, buffers, self.at)
+        self.buffers = {name: buffers[name].clone() for name in blocks.graph.updates}
         self._memory: dict[Place, Tensor] = {}
         self._saved: dict[tuple[int, int], RunVjp] = {}
         self._in_flight: dict[Place, list[tuple[Finish, bool]]] = {}
@@ -84,11 +89,17 @@ class Runtime:
 
     def step(self, batch: Mapping[str, Tensor]) -> Tensor:
         """One training step on the whole global batch; the loss, the same on every device."""
-        given = compute_given(self.blocks.graph, {**batch, **self.buffers}, self.at)
+        known = {**batch, **self.buffers}
+        if self.blocks.graph.random:
+            known[RANDOM_STATE] = torch.tensor([self.seed, self.num_steps], device=self.at)
+        given = self._given(known)
         with torch.no_grad():
             for call in self.stage.calls:
                 for instruction in self.stage.bodies[call.body]:
                     self._timed(instruction, call.micro, given)
+        for name, value in self.blocks.graph.updates.items():
+            self.buffers[name] = given[value]
+        self.num_steps += 1
         return self._memory.pop((self.stage.loss, -1))
 
     def stored(self, name: str) -> Tensor:
@@ -131,6 +142,10 @@ class Runtime:
                 for wanted, result in zip(outputs, results, strict=True):
                     if wanted is not None and result is not None:
                         self._memory[self._place(wanted, micro)] = result
+            case Collective(source=source, target=target, steps=steps, sizes=sizes, rows=Buffer() as rows):
+                mask, count = self._get(rows, micro), instruction.num_row_dims
+                finish = self.wire.move_rows(steps, self._get(source, micro), mask, sizes, count)
+                self._start(target, micro, finish, delivers=True)
             case Collective(source=source, target=target, steps=steps, sizes=sizes):
                 finish = self.wire.run_steps(steps, self._get(source, micro), sizes)
                 finish = _shaped(finish, instruction.factors)  # one dim a factor, not one a sub-factor

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from planloom.blocks import BlockGraph, find_blocks
-from planloom.capture import Batch, batch_spec, capture_from_spec
+from planloom.capture import Batch, batch_spec, capture_from_spec, tensors_of
 from planloom.collective import change_layout
 from planloom.errors import TrainingError
 from planloom.execute.wire import PeerLostError, Wire
@@ -37,10 +37,11 @@ class Trainer:
         timeout_seconds: float,
         watch: Watch,
         owns_watch: bool,
+        seed: int,
     ) -> None:
         self.plan, self.blocks, self._watch, self._owns_watch = plan, blocks, watch, owns_watch
         self.rank = dist.get_rank()
-        self._spec = plan.batch
+        self._model, self._spec = model, plan.batch
         self.program = build_program(blocks, plan)
         self.proof: Proof = verify_program(blocks, self.program)
         named, buffers = dict(model.named_parameters()), dict(model.named_buffers())
@@ -48,7 +49,7 @@ class Trainer:
         known = {name: named[name] for name in blocks.graph.parameters}
         fixed = {name: (buffers | named)[name].detach() for name in blocks.graph.buffers}
         self.runtime = self._communicating(
-            lambda: Runtime(blocks, self.program, self.rank, known, fixed, optimizer, self._wire)
+            lambda: Runtime(blocks, self.program, self.rank, known, fixed, optimizer, self._wire, seed=seed)
         )
         self._gather_groups()
 
@@ -56,7 +57,7 @@ class Trainer:
         """One step on the whole global batch; the loss, the same on every rank."""
         self._require_batch(batch)
         at = self.runtime.at
-        moved = {name: batch[name].to(at) for name in self._spec}
+        moved = {name: tensor.to(at) for name, tensor in tensors_of(batch, self._model).items()}
         return float(self._communicating(lambda: self.runtime.step(moved)))
 
     def timed_step(self, batch: Batch) -> tuple[float, Timeline]:
@@ -112,7 +113,7 @@ class Trainer:
         self._communicating(lambda: self._wire.create_groups(groups))
 
     def _require_batch(self, batch: Batch) -> None:
-        given = batch_spec({name: batch[name] for name in batch})
+        given = batch_spec(batch, self._model)
         if given != self._spec:
             raise TrainingError(
                 "the batch has another shape than the plan was made for",
@@ -142,12 +143,13 @@ def parallelize(
     loss: Callable[[object], Tensor] | None = None,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     watch: Watch | None = None,
+    seed: int = 0,
 ) -> Trainer:
     """Prepare this process, started by `torchrun`, to train `model` as `plan` says.
 
     `optimizer` makes a `torch.optim` optimizer from a list of tensors. Every rank holds the same model and passes the
     same global batch to `step`. `blocks` saves the capture where the caller has them already, `watch` the start of a
-    watch. A plan for another model, or for another number of ranks, is refused before anything is sent.
+    watch. Dropout draws its numbers from `seed`, the step and the element: the same on any plan. A plan for another model, or for another number of ranks, is refused before anything is sent.
     """
     if not dist.is_initialized():
         dist.init_process_group(_backend(model), timeout=timedelta(seconds=timeout_seconds))
@@ -163,6 +165,7 @@ def parallelize(
         timeout_seconds=timeout_seconds,
         watch=watch or start_watch(),
         owns_watch=watch is None,
+        seed=seed,
     )
 
 

@@ -1,0 +1,206 @@
+"""The cache of captured graphs: what comes from a file is what was captured, and only if nothing has changed."""
+
+import importlib.util
+import subprocess
+import sys
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from examples.models.gpt import GPT, GPTConfig, batch_for
+from planloom.capture import cache as cache_module
+from planloom.capture import capture
+from planloom.capture.cache import cached_capture, capture_key
+from planloom.graph import Graph
+
+CONFIG = GPTConfig(num_layers=2)
+
+
+def gpt(**changes: Any) -> GPT:
+    return GPT(GPTConfig(**{"num_layers": 2, **changes}))
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    return capture(gpt(), batch_for(CONFIG, 2))
+
+
+def cached(folder: Path, graph: Graph, model: nn.Module | None = None, batch: Any = None) -> int:
+    """How many captures a call of `cached_capture` makes; capturing is replaced by a graph that was captured before."""
+    with patch.object(cache_module, "capture", return_value=graph) as captures:
+        found = cached_capture(model or gpt(), batch or batch_for(CONFIG, 2), folder=folder)
+    assert found == graph
+    assert list(found.tensors) == list(graph.tensors)
+    return captures.call_count
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_second_call_reads_the_same_graph(tmp_path: Path, graph: Graph) -> None:
+    folder = tmp_path / "not" / "there yet"
+    assert cached(folder, graph) == 1
+    assert cached(folder, graph) == 0
+    assert [path.suffix for path in folder.iterdir()] == [".json"]
+
+
+def test_a_graph_that_was_used_before_it_is_written(tmp_path: Path, graph: Graph) -> None:
+    assert graph.producer  # kept in the graph from now on, but no part of it
+    assert graph.given_names
+    assert cached(tmp_path, graph) == 1
+    assert cached(tmp_path, graph) == 0
+
+
+def test_a_damaged_file_is_captured_again(tmp_path: Path, graph: Graph) -> None:
+    cached(tmp_path, graph)
+    (path,) = tmp_path.iterdir()
+    whole = path.read_bytes()
+    for damaged in (b"", whole[: len(whole) // 2], whole.replace(b"linear_0", b"linear_9", 1), b"{}", b"\xff\x00"):
+        path.write_bytes(damaged)
+        assert cached(tmp_path, graph) == 1
+        assert path.read_bytes() == whole
+
+
+def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path, graph: Graph) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.warns(RuntimeWarning, match="not kept"):
+        assert cached(tmp_path / "file", graph) == 1
+
+
+def test_several_writers_leave_one_whole_file(tmp_path: Path, graph: Graph) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: cache_module._write(tmp_path / "key.json", graph), range(16)))
+    assert cache_module._read(tmp_path / "key.json") == graph
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_what_json_does_not_give_back_is_not_written(tmp_path: Path, graph: Graph) -> None:
+    odd = patch.object(cache_module.msgspec.json, "decode", return_value=None)
+    with odd:
+        cache_module._write(tmp_path / "key.json", graph)
+    assert not list(tmp_path.iterdir())
+
+
+# --- keys ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_key_depends_on_the_model_and_the_batch_but_not_on_values() -> None:
+    batch = batch_for(CONFIG, 2)
+    key = capture_key(gpt(), batch)
+    assert key == capture_key(gpt(), batch_for(CONFIG, 2, seed=1))
+    with torch.device("meta"):
+        assert key == capture_key(gpt(), batch)
+    frozen, evaluated, untied, renamed, hooked = gpt(), gpt().eval(), gpt(), gpt(), gpt()
+    frozen.norm.weight.requires_grad_(False)
+    untied.head.weight = nn.Parameter(untied.head.weight.detach().clone())
+    renamed.layers[1].attention.size = 4
+    hooked.norm.register_forward_hook(_double)
+    others = [
+        capture_key(gpt(num_layers=3), batch),
+        capture_key(gpt(hidden=128), batch),
+        capture_key(gpt().double(), batch),
+        capture_key(frozen, batch),
+        capture_key(evaluated, batch),
+        capture_key(untied, batch),
+        capture_key(renamed, batch),
+        capture_key(hooked, batch),
+        capture_key(gpt(), batch_for(CONFIG, 4)),
+        capture_key(gpt(), batch, _double),
+    ]
+    assert None not in others
+    assert len({key, *others}) == len(others) + 1
+
+
+def _double(*args: Any) -> Any:
+    return args[-1] * 2
+
+
+def test_losses_are_told_apart_by_text_and_by_what_they_hold() -> None:
+    def scaled(factor: float) -> Any:
+        return lambda output: output * factor
+
+    model, batch = gpt(), batch_for(CONFIG, 2)
+    assert capture_key(model, batch, scaled(2.0)) == capture_key(model, batch, scaled(2.0))
+    assert capture_key(model, batch, scaled(2.0)) != capture_key(model, batch, scaled(3.0))
+    assert capture_key(model, batch, eval("lambda output: output")) is None
+
+
+def test_what_has_no_description_is_captured_every_time(tmp_path: Path, graph: Graph) -> None:
+    model = gpt()
+    model.generator = torch.Generator()
+    assert capture_key(model, batch_for(CONFIG, 2)) is None
+    assert cached(tmp_path, graph, model) == 1
+    assert cached(tmp_path, graph, model) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def _load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_key_depends_on_the_text_of_the_code_and_of_what_it_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    helper, model = tmp_path / "cache_helper.py", tmp_path / "cache_model.py"
+    texts = {
+        helper: "def act(x):\n    return x.relu()\n",
+        model: textwrap.dedent("""
+            from torch import nn
+            from cache_helper import act
+
+            class Model(nn.Linear):
+                def forward(self, x):
+                    return act(super().forward(x)).sum()
+        """),
+    }
+
+    def key() -> str | None:
+        for path, text in texts.items():
+            path.write_text(text)
+            _load(path)
+        batch: dict[str, Tensor] = {"x": torch.ones(2, 4)}
+        return capture_key(sys.modules["cache_model"].Model(4, 4), batch)
+
+    try:
+        keys = [key()]
+        texts[helper] = texts[helper].replace("relu", "tanh")
+        keys.append(key())
+        texts[model] = texts[model].replace(".sum()", ".mean()")
+        keys.append(key())
+    finally:
+        for name in ("cache_helper", "cache_model"):
+            sys.modules.pop(name, None)
+    assert None not in keys
+    assert len(set(keys)) == 3
+
+
+@pytest.mark.slow
+def test_the_key_is_the_same_in_every_process() -> None:
+    text = """
+        from transformers import LlamaConfig, LlamaForCausalLM
+        import torch
+        from planloom.capture.cache import capture_key
+        settings = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=8, vocab_size=128)
+        with torch.device("meta"):
+            model = LlamaForCausalLM(LlamaConfig(**settings, use_cache=False))
+        print(capture_key(model, {"input_ids": torch.ones(2, 8, dtype=torch.long)}))
+    """
+    pytest.importorskip("transformers")
+    command = [sys.executable, "-c", textwrap.dedent(text)]
+    keys = {subprocess.run(command, capture_output=True, text=True, check=True).stdout for _ in range(2)}
+    assert len(keys) == 1
+    assert keys != {"None\n"}
