@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
@@ -226,7 +227,7 @@ def _cases_table(cases: Any) -> Table:
         table.add_column(name, justify="right")
     for case in cases:
         if "error" in case:
-            table.add_row(case["model"], f"[red]{case['error']}[/red]")
+            table.add_row(case["model"], f"[red]{escape(case['error'])}[/red]")
             continue
         seconds = [f"{case[f'{part}_seconds']:.1f}" for part in ("load", "capture", "blocks")]
         counts = [f"{case[name]:,}" for name in ("operators", "blocks", "segments", "distinct_segments")]
@@ -261,7 +262,7 @@ def _eager_table(rows: Sequence[dict[str, Any]]) -> Table:
         table.add_column(name, justify="right")
     for row in rows:
         if "error" in row:
-            table.add_row(row["model"], f"[red]{row['error']}[/red]")
+            table.add_row(row["model"], f"[red]{escape(row['error'])}[/red]")
             continue
         ratios = (f"{row['eager_seconds']:.3f} s", f"{row['ratio']:.3f}", f"{row['processor_ratio']:.3f}")
         differences = (f"{row['loss_difference']:.1e}", f"{row['gradient_difference']:.1e}")

@@ -1,13 +1,18 @@
 """What a rank does in a case: train a model under a plan and return what it computed."""
 
+import atexit
+import os
+import shutil
+import tempfile
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from planloom.blocks import BlockGraph, find_blocks
-from planloom.capture import batch_spec, capture
+from planloom.capture import batch_spec, cached_capture
 from planloom.plan import Plan, named_plan, parse_named
 from planloom.train import parallelize
 from planloom.train.watch import Watch, start_watch
@@ -16,11 +21,23 @@ from tests.models import build, lifted, loss_of
 LEARNING_RATE = 0.05
 
 
+def _graph_folder() -> Path:
+    """One folder for the test session: worker processes inherit the variable, and read what the first has captured."""
+    if _FOLDER_VARIABLE not in os.environ:
+        os.environ[_FOLDER_VARIABLE] = tempfile.mkdtemp(prefix="planloom-graphs-")
+        atexit.register(shutil.rmtree, os.environ[_FOLDER_VARIABLE], ignore_errors=True)
+    return Path(os.environ[_FOLDER_VARIABLE])
+
+
+_FOLDER_VARIABLE = "PLANLOOM_TEST_GRAPHS"
+_GRAPHS = _graph_folder()
+
+
 @cache
 def captured(model_name: str, dtype: torch.dtype) -> BlockGraph:
     model, batch = build(model_name, dtype)
     with lifted(dtype):
-        return find_blocks(capture(model, batch))
+        return find_blocks(cached_capture(model, batch, folder=_GRAPHS))
 
 
 @cache

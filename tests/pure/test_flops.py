@@ -147,6 +147,7 @@ def test_experts_count_the_rows_that_are_routed() -> None:
             ((5, 4), (3, 5), (3, 5, 4)),
             {"linear": ((0,),), "kind": "contraction"},
         ),
+        ("planloom.combine.default", "e t out, e t -> t out", ((3, 5, 4), (3, 5), (5, 4)), PRODUCT),
     ],
 )
 def test_what_is_no_product_counts_nothing(

@@ -249,7 +249,10 @@ MUST_NOT_DIFFER: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]
         ),
         dict,
     ),
-    "the largest of a row": (lambda m, x: (lambda y: (y - y.max(-1, keepdim=True).values).pow(2).sum())(m.map(x)), dict),
+    "the largest of a row": (
+        lambda m, x: (lambda y: (y - y.max(-1, keepdim=True).values).pow(2).sum())(m.map(x)),
+        dict,
+    ),
     "the two largest of a row": (lambda m, x: m.map(x).topk(2).values.pow(3).sum(), dict),
     "one of each row": (lambda m, x: m.map(x)[torch.arange(8), torch.arange(8) % 6].pow(2).sum(), dict),
     "some columns": (lambda m, x: m.map(x)[:, torch.tensor([0, 3, 3])].pow(3).sum(), dict),

@@ -138,8 +138,8 @@ def flow_labels(graph: Graph) -> dict[tuple[str, int], str]:
     """`batch` and `sequence`, followed from the inputs through the operators.
 
     The batch is the first dim of the inputs, where they have the size that most of them have there; the sequence is the
-    second dim of whole numbers (tokens, labels), or of inputs [batch, sequence, features]. `experts` begins where tokens
-    are sent to them.
+    second dim of whole numbers (tokens, labels), or of inputs [batch, sequence, features]. `experts` begins where
+    tokens are sent to them.
     """
     tensors = [graph.tensors[name] for name in graph.inputs]
     firsts = [tensor.shape[0] for tensor in tensors if tensor.shape]

@@ -31,7 +31,6 @@ from planloom.blocks.dims import (
 )
 from planloom.graph import Graph
 
-
 # Tokens to experts and back: a layout may change on either side, as at a contraction with a parameter.
 _ALONE = ("planloom.dispatch.default", "planloom.combine.default")
 
@@ -128,7 +127,9 @@ class _Grouping:
     def join_terms_of_loss(self) -> None:
         """One block for the terms of a loss and what adds them up: a sum over the batch is a sum of micro-batches."""
         made = self.graph.producer
-        tail, terms, waiting = set(), set(), [made[self.graph.loss]]
+        tail: set[int] = set()
+        terms: set[int] = set()
+        waiting = [made[self.graph.loss]]
         while waiting:
             index = waiting.pop()
             op = self.graph.ops[index]
@@ -168,7 +169,11 @@ class _Grouping:
         contractions = [i for i in self.members[group] if rule_of(self.graph.ops[i]).kind == "contraction"]
         for i in contractions:
             op = self.graph.ops[i]
-            if any(name in self._parameters for name in op.inputs) or op.target in _ALONE or op.target.endswith("attention.default"):
+            if (
+                any(name in self._parameters for name in op.inputs)
+                or op.target in _ALONE
+                or op.target.endswith("attention.default")
+            ):
                 return False
         own = self._own(index)
         followed = self._descendants(contractions, within={*self.members[group], *own})
@@ -250,7 +255,9 @@ def _block(
 ) -> Block:
     produced = {tensor for i in members for tensor in graph.ops[i].outputs}
     read = dict.fromkeys(tensor for i in members for tensor in graph.ops[i].inputs if tensor not in produced)
-    read_outside = {t for t in produced if t == graph.loss or any(group_of[i] != index for i in graph.readers.get(t, ()))}
+    read_outside = {
+        t for t in produced if t == graph.loss or any(group_of[i] != index for i in graph.readers.get(t, ()))
+    }
     outputs = tuple(t for i in members for t in graph.ops[i].outputs if t in read_outside)
     return Block(
         index=index,

@@ -187,7 +187,8 @@ def sliced(t: Translator, source: str, dim: int, start: int, stop: int) -> str:
 @_form("aten.cat.default")
 def _cat(t: Translator, node: fx.Node) -> Result:
     dim = _argument(node, 1, 0, "dim") % _val(node).dim()
-    parts = [t.name(part) for part in node.args[0] if _val(part).shape != (0,)]  # type: ignore[union-attr]
+    listed: Any = node.args[0]
+    parts = [t.name(part) for part in listed if _val(part).shape != (0,)]
     return _joined(t, [_cast(t, part, _val(node).dtype) for part in parts], dim)
 
 
@@ -206,7 +207,8 @@ def _joined(t: Translator, parts: Sequence[str], dim: int) -> str:
 @_form("aten.stack.default")
 def _stack(t: Translator, node: fx.Node) -> Result:
     dim = _argument(node, 1, 0, "dim") % _val(node).dim()
-    return _joined(t, [_unsqueezed(t, t.name(part), dim) for part in node.args[0]], dim)  # type: ignore[union-attr]
+    parts: Any = node.args[0]
+    return _joined(t, [_unsqueezed(t, t.name(part), dim) for part in parts], dim)
 
 
 @_form("aten.slice_scatter.default")

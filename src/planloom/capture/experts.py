@@ -26,7 +26,7 @@ IMPLEMENTATION = "planloom"
 
 
 def dispatch(x: Tensor, mask: Tensor, per_token: int) -> Tensor:
-    """The rows of all experts: token by token those that are routed to it. `per_token`: experts a token, of the whole."""
+    """The rows of all experts: those tokens that are routed to them. `per_token`: experts that a token is sent to."""
     return x.index_select(0, mask.nonzero()[:, 1]).unsqueeze(0)
 
 
@@ -121,12 +121,8 @@ _REAL = _Real()
 @contextmanager
 def our_experts(model: nn.Module) -> Iterator[None]:
     """While a model is traced: Hugging Face's experts by our operators."""
-    configs = {
-        id(config): config
-        for module in model.modules()
-        if hasattr(config := getattr(module, "config", None), "_experts_implementation")
-        and hasattr(module, "_is_expert_parallel")
-    }
+    modules: list[Any] = [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
+    configs: dict[int, Any] = {id(module.config): module.config for module in modules}
     if not configs:
         yield
         return

@@ -53,7 +53,9 @@ def refusing_own_backwards() -> Iterator[None]:
 @contextmanager
 def without_cache(model: nn.Module) -> Iterator[None]:
     """While a model is traced: no keys and values kept for generation, of which a training loss knows nothing."""
-    found = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+    found: dict[int, Any] = {
+        id(module.config): module.config for module in model.modules() if hasattr(module, "config")
+    }
     configs = [config for config in found.values() if getattr(config, "use_cache", None) is True]
     try:
         for config in configs:
@@ -104,8 +106,9 @@ class _NoLayerDropAtZero(TorchFunctionMode):
         self._numbers: WeakSet[torch.Tensor] = WeakSet()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.Tensor.lt and any(args[0] is number for number in self._numbers):
-            if isinstance(args[1], int | float) and args[1] <= 0:
+        if function is torch.Tensor.lt and isinstance(args[1], int | float) and args[1] <= 0:
+            drawn = any(args[0] is number for number in self._numbers)
+            if drawn:
                 return False
         result = function(*args, **(kwargs or {}))
         if function is torch.rand and result.dim() == 0:

@@ -3,7 +3,8 @@
     llama3-8b?num_hidden_layers=4&seq=4096&batch=8
     path/to/config.json?batch=8
 
-Nothing is initialized, allocated or fetched. What each name means is in `planloom.graph.catalog`, what may stand after
+Nothing is initialized, allocated or fetched, unless another device is named: then weights are the model's initial ones
+and the batch is random. What each name means is in `planloom.graph.catalog`, what may stand after
 the question mark in `planloom.capture.settings`. The class of a `config.json` is the first of its `architectures`, else
 the one for its `model_type`; the batch follows from the class. Models are in training mode, with their dropout.
 """
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from planloom.capture.evoformer import Evoformer, EvoformerConfig
+from planloom.capture.evoformer import NUM_TOKENS, Evoformer, EvoformerConfig
 from planloom.capture.settings import Request, configured, parse_value, read_request, refused, unknown_setting
 from planloom.errors import CaptureError
 from planloom.graph.catalog import model_preset
@@ -37,16 +38,16 @@ OWN_FACTORY = "write a file.py with a factory() that returns (model, batch)"
 Built = tuple[nn.Module, dict[str, Any]]
 
 
-def build_preset(name: str, query: str = "") -> Built:
+def build_preset(name: str, query: str = "", device: str = "meta") -> Built:
     """The preset of that name with the overrides of the query, and its batch."""
     preset = model_preset(name)
     request = read_request(name, query, batch=preset.batch, seq=preset.seq, dtype=preset.dtype)
     if preset.model == Evoformer.__name__:
-        return _build_evoformer(request, preset.config)
-    return _build(request, getattr(_transformers(), preset.model), preset.config)
+        return _build_evoformer(request, preset.config, device)
+    return _build(request, getattr(_transformers(), preset.model), preset.config, device)
 
 
-def build_config_file(path: Path, query: str = "") -> Built:
+def build_config_file(path: Path, query: str = "", device: str = "meta") -> Built:
     """The model of a Hugging Face `config.json` with the overrides of the query, and a batch."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -61,7 +62,7 @@ def build_config_file(path: Path, query: str = "") -> Built:
     if seq is not None and request.seq == seq:
         limit = _num_positions(configured(request, model_class.config_class, document))
         request = dataclasses.replace(request, seq=min(seq, limit or seq))
-    return _build(request, model_class, document)
+    return _build(request, model_class, document, device)
 
 
 def _transformers() -> ModuleType:
@@ -96,22 +97,35 @@ def _class_of(document: Mapping[str, Any], path: Path) -> Any:
     )
 
 
-def _build(request: Request, model_class: Any, arguments: Mapping[str, Any]) -> Built:
+def _build(request: Request, model_class: Any, arguments: Mapping[str, Any], device: str) -> Built:
     config = configured(request, model_class.config_class, arguments)
     inputs = _inputs(request, model_class, config)
     try:
-        with torch.device("meta"), _default_dtype(request.dtype):
+        with torch.device(device), _default_dtype(request.dtype):
             model = model_class(config)
-    except (
-        Exception
-    ) as error:  # what a model makes of sizes that do not fit has many types; each is the user's to repair
+    except Exception as error:  # sizes that do not fit are refused in many ways; each is the user's to repair
         raise refused(request, error) from error
     if getattr(model, "loss_type", "") is None:
         model.loss_type = "ForCausalLM"  # what transformers falls back to, with a warning, for GPT2LMHeadModel
-    return model, inputs
+    words = getattr(config, "text_config", config)
+    below = config.num_labels if _takes_images_only(model_class) else words.vocab_size
+    return model, _on(device, inputs, below)
 
 
-def _build_evoformer(request: Request, arguments: Mapping[str, Any]) -> Built:
+def _on(device: str, batch: dict[str, Any], below: int) -> dict[str, Any]:
+    """The batch on a device: on `meta` as it is, elsewhere with random whole numbers below a limit, or normal ones."""
+    if device == "meta":
+        return batch
+    filled = dict(batch)
+    for name, leaf in batch.items():
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            filled[name] = torch.randn(leaf.shape, dtype=leaf.dtype, device=device)
+        elif isinstance(leaf, Tensor):
+            filled[name] = torch.randint(below, leaf.shape, device=device)
+    return filled
+
+
+def _build_evoformer(request: Request, arguments: Mapping[str, Any], device: str) -> Built:
     assert request.seq is not None
     config = EvoformerConfig(**arguments, num_residues=request.seq)
     known = [field.name for field in dataclasses.fields(config) if field.name != "num_residues"]
@@ -120,7 +134,7 @@ def _build_evoformer(request: Request, arguments: Mapping[str, Any]) -> Built:
             raise unknown_setting(key, known, request.name)
         value = parse_value(text, getattr(config, key), key=key, name=request.name)
         config = dataclasses.replace(config, **{key: value})
-    with torch.device("meta"), _default_dtype(request.dtype):
+    with torch.device(device), _default_dtype(request.dtype):
         model = Evoformer(config)
     sequences, residues = config.num_sequences, config.num_residues
     inputs = {
@@ -128,7 +142,7 @@ def _build_evoformer(request: Request, arguments: Mapping[str, Any]) -> Built:
         "msa_labels": _integers(request.batch, sequences, residues),
         "distances": _integers(request.batch, residues, residues),
     }
-    return model, inputs
+    return model, _on(device, inputs, NUM_TOKENS)
 
 
 @contextmanager

@@ -20,13 +20,17 @@ from planloom.graph.catalog import preset_names
 FORMS = "a preset, path/to/config.json, or path/to/file.py:factory, where factory() returns (model, batch)"
 
 
-def load_model(source: str) -> tuple[nn.Module, dict[str, Any]]:
-    """The model that a source names and an example batch; presets and configurations on the `meta` device."""
+def load_model(source: str, *, device: str = "meta") -> tuple[nn.Module, dict[str, Any]]:
+    """The model that a source names and an example batch.
+
+    Presets and configurations are built on `device`: on `meta` without memory, elsewhere with initial weights and a
+    random batch. A function's model is where the function puts it.
+    """
     name, _, query = source.partition("?")
     if name in preset_names():
-        return build_preset(name, query)
+        return build_preset(name, query, device)
     if name.endswith(".json") and Path(name).is_file():
-        return build_config_file(Path(name), query)
+        return build_config_file(Path(name), query, device)
     path_text, _, factory = source.rpartition(":")
     path = Path(path_text)
     if not path_text or not path.is_file():

@@ -220,7 +220,8 @@ class Translator:
         if "_assert" in target:
             return
         if target == "<built-in function getitem>":
-            found = self._results[node.args[0].name][int(str(node.args[1]))]  # type: ignore[union-attr]
+            source: Any = node.args[0]
+            found = self._results[source.name][int(str(node.args[1]))]
             if found is not None:
                 self._names[node.name] = found
             return

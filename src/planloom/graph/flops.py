@@ -7,7 +7,7 @@ two operations, so a product takes
     2 × Π sizes of its factors            attention: 2 × Π (all but the two head sizes) × (size + value)
 
 times the density of a ragged tensor in it. All else counts nothing: pointwise operators, sums, one-hot contractions
-(embeddings, gathers, tokens sent to experts), and `given` operators, which no plan splits. An expanded operator stands
+(embeddings, gathers, tokens sent to experts and back), and `given` operators, which no plan splits. An expanded operator stands
 in the graph as its parts alone, of which one is the product.
 
 Published figures are counted in three ways:
@@ -30,6 +30,7 @@ from planloom.graph.values import Graph, Op, Tensor, referenced
 Counting = Literal["full", "causal", "weights"]
 
 _CONVOLUTION = "planloom.convolution"
+_COMBINE = "planloom.combine.default"
 _HEAD_SIZES = ("size", "value")
 _CAUSAL_ARGUMENT = 5
 """The place of `is_causal` among the arguments of torch's scaled_dot_product_attention."""
@@ -38,7 +39,7 @@ _CAUSAL_ARGUMENT = 5
 def is_product(op: Op) -> bool:
     """Does this operator multiply two tensors and sum?"""
     rule = op.rule
-    if rule is None or rule.kind != "contraction" or rule.rewrite == "one_hot":
+    if rule is None or rule.kind != "contraction" or rule.rewrite == "one_hot" or op.target == _COMBINE:
         return False
     return is_attention(op) or sum(len(group) == 1 for group in rule.linear) > 1
 

@@ -15,6 +15,7 @@ result, to be combined by `combine`.
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any, Literal
 
@@ -67,6 +68,7 @@ class Rule:
         return tuple(name for name in self.sizes if name not in kept)
 
 
+@lru_cache(maxsize=1 << 14)  # equal layers ask again and again
 def flat(term: Term) -> tuple[str, ...]:
     """The factor names of a tensor in order."""
     return tuple(name for names in term for name in names)

@@ -22,6 +22,7 @@ from planloom.cost import collective_key, run_fingerprint, run_key, update_key
 from planloom.cost.keys import shard_sizes
 from planloom.execute import LocalRun, RunVjp, compute_given
 from planloom.execute.wire import Wire
+from planloom.graph import RANDOM_STATE
 from planloom.layout import Layout
 from planloom.program import Program, Run, Transfer
 
@@ -64,7 +65,8 @@ def measure_programs(
 ) -> Measured:
     """Prices of everything in these programs that `known` lacks: runs, updates, collectives."""
     device = next(iter(batch.values())).device
-    given = compute_given(blocks.graph, {**batch, **buffers}, device)
+    state = {RANDOM_STATE: torch.tensor([0, 0], device=device)} if blocks.graph.random else {}
+    given = compute_given(blocks.graph, {**batch, **buffers, **state}, device)
     tasks: list[Callable[[], Measured]] = [
         partial(_measure_run, blocks, fingerprint, program, run, given, device)
         for fingerprint, (program, run) in missing_runs(blocks, programs, known).items()
@@ -86,10 +88,12 @@ def _measure_run(
     mesh = program.stages[run.stage].mesh
     local = LocalRun(blocks, run, mesh.coordinates(mesh.devices[0]), num_micro=program.num_micro_batches)
     inputs = [_random(blocks, slot.tensor, slot.layout, slot.sizes, device) for slot in run.inputs]
+    outputs = RunVjp(local, inputs, given, 0).take_outputs()
     cotangents = [
-        None if slot.cotangent is None else _random(blocks, slot.tensor, slot.cotangent.completed(), slot.sizes, device)
-        for slot in run.outputs
+        None if slot.cotangent is None else torch.randn_like(output)
+        for slot, output in zip(run.outputs, outputs, strict=True)
     ]
+    del outputs
     forwards, backwards = [], []
     for _ in range(_REPEATS + 1):
         seconds, vjp = _timed(lambda: RunVjp(local, inputs, given, 0), device)
@@ -104,10 +108,28 @@ def _measure_run(
 
 
 def _random(blocks: BlockGraph, name: str, layout: Layout, sizes: tuple[int, ...], device: torch.device) -> Tensor:
-    tensor = blocks.graph.tensors[name]
+    """A local tensor with random values; of experts, the rows that a balanced routing gives."""
+    tensor, dtype = blocks.graph.tensors[name], getattr(torch, blocks.graph.tensors[name].dtype)
     lengths = iter(layout.local_sizes(sizes))
     shape = [prod(next(lengths) for _ in dim) for dim in tensor.factors]
-    return torch.randn(shape, device=device).to(getattr(torch, tensor.dtype))
+    if tensor.rows:
+        num_rows = int(_balanced(shape[:2], tensor.density, device).sum())
+        return torch.randn((1, num_rows, *shape[2:]), device=device).to(dtype)
+    if dtype == torch.bool:
+        return _balanced(shape, _densities(blocks).get(name, 0.5), device)
+    return torch.randn(shape, device=device).to(dtype)
+
+
+def _densities(blocks: BlockGraph) -> dict[str, float]:
+    """Masks of ragged tensors, with the share of their elements that is true."""
+    return {tensor.rows: tensor.density for tensor in blocks.graph.tensors.values() if tensor.rows}
+
+
+def _balanced(shape: Sequence[int], density: float, device: torch.device) -> Tensor:
+    """A mask that is true at regular places."""
+    every = max(1, round(1 / density))
+    number = sum(torch.arange(n, device=device).view(-1, *[1] * (len(shape) - 1 - i)) for i, n in enumerate(shape))
+    return torch.as_tensor(number, device=device).expand(list(shape)) % every == 0
 
 
 def _missing_updates(

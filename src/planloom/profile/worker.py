@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 
 from planloom.blocks import find_blocks
-from planloom.capture import capture, load_model
+from planloom.capture import load_model, tensors_of
 from planloom.execute.processes import report, reporting_errors
+from planloom.execute.sharing import shared_capture
 from planloom.plan import load_plan
 from planloom.profile.measure import measure_programs
 from planloom.profile.session import local_store
@@ -24,8 +25,8 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     with reporting_errors(rank):
-        model, batch = load_model(arguments.model)
-        blocks = find_blocks(capture(model, batch))
+        model, batch = load_model(arguments.model, device="cpu")
+        blocks = find_blocks(shared_capture(model, batch))
         plans = [load_plan(path) for path in sorted(Path(arguments.plans).glob("*.json"))]
         programs = [build_program(blocks, plan) for plan in plans]
         store = local_store(arguments.store, dist.get_world_size())
@@ -34,7 +35,7 @@ def main() -> None:
         measured = measure_programs(
             blocks,
             programs,
-            batch,
+            tensors_of(batch, model),
             buffers,
             store.load(),
             progress=lambda done, total: report("progress", done=done, total=total) if rank == 0 else None,

@@ -9,9 +9,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from planloom.blocks import BlockGraph, find_blocks
-from planloom.capture import Batch, batch_spec, capture_from_spec, tensors_of
+from planloom.capture import Batch, batch_spec, tensors_of
+from planloom.capture.batch import arguments_from_spec
 from planloom.collective import change_layout
 from planloom.errors import TrainingError
+from planloom.execute.sharing import shared_capture
 from planloom.execute.wire import PeerLostError, Wire
 from planloom.layout import Layout
 from planloom.plan import Plan, require_model
@@ -149,13 +151,14 @@ def parallelize(
 
     `optimizer` makes a `torch.optim` optimizer from a list of tensors. Every rank holds the same model and passes the
     same global batch to `step`. `blocks` saves the capture where the caller has them already, `watch` the start of a
-    watch. Dropout draws its numbers from `seed`, the step and the element: the same on any plan. A plan for another model, or for another number of ranks, is refused before anything is sent.
+    watch. Dropout draws its numbers from `seed`, the step and the element: the same on any plan. A plan for another
+    model, or for another number of ranks, is refused before anything is sent.
     """
     if not dist.is_initialized():
         dist.init_process_group(_backend(model), timeout=timedelta(seconds=timeout_seconds))
     _require_world(plan)
     if blocks is None:
-        blocks = find_blocks(capture_from_spec(model, plan.batch, loss=loss))
+        blocks = find_blocks(shared_capture(model, arguments_from_spec(plan.batch), loss=loss))
     require_model(plan, blocks.graph)
     return Trainer(
         model,

@@ -38,7 +38,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     with reporting_errors(rank):
-        model, batch = load_model(arguments.model)
+        model, batch = load_model(arguments.model, device="cpu")
         optimizer = functools.partial(torch.optim.AdamW, lr=arguments.learning_rate)
         trainer = parallelize(model, load_plan(arguments.plan), optimizer=optimizer)
         for step in range(arguments.steps):
