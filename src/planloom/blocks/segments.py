@@ -1,6 +1,7 @@
 """Segments: sequences of blocks that repeat, known by their fingerprint.
 
-A block's fingerprint holds its operators, shapes, dtypes, dims and how far back its inputs were made. A segment is the
+A block's fingerprint holds its operators, shapes, dtypes and dims; in a sequence also how far back its inputs were made,
+or by which block where all layers read the same (an encoder's output). A segment is the
 period of the longest repetition in the sequence of fingerprints; what lies before and after is searched again.
 """
 
@@ -16,6 +17,8 @@ from planloom.graph.values import is_reference
 
 # Shorter repetitions (two equal maps side by side) are not layers.
 _SHORTEST_PERIOD = 4
+_FARTHEST_IN_LAYER = 6
+"""Readers of one tensor that do equal work (q, k, v and a gate) are not further apart in one layer."""
 
 # Of a random operator, its number in the model: dropout(x, p, number, state). Layers do not differ by it.
 _NUMBER_ARGUMENT = 2
@@ -41,6 +44,8 @@ def block_fingerprint(blocks: BlockGraph, block: Block) -> str:
     def plain(arg: object) -> object:
         if is_reference(arg):
             return {"tensor": number(str(arg)[1:])}
+        if isinstance(arg, float):
+            return "number"  # another rate or scale is the same work
         return [plain(item) for item in arg] if isinstance(arg, list | tuple) else arg
 
     lines: list[object] = []
@@ -50,14 +55,32 @@ def block_fingerprint(blocks: BlockGraph, block: Block) -> str:
         is_random = rule_of(op).rewrite == "random"
         args = [arg for i, arg in enumerate(op.args) if not (is_random and i == _NUMBER_ARGUMENT)]
         lines.append((op.target, plain(args), {k: plain(v) for k, v in op.kwargs.items()}, shapes))
-    sources = [block.index - blocks.producer[t] for t in block.inputs]
     dims = [(dim.name, dim.size) for dim in block.dims]
-    return hashlib.sha256(msgspec.json.encode([lines, sources, dims, len(block.parameters)])).hexdigest()[:16]
+    return _digest([lines, dims, len(block.parameters)])
+
+
+def _digest(lines: object) -> str:
+    return hashlib.sha256(msgspec.json.encode(lines)).hexdigest()[:16]
+
+
+def _with_sources(blocks: BlockGraph, works: list[str]) -> list[str]:
+    """Fingerprints that also say where inputs were made: so many blocks before, or, what all layers read, by whom."""
+    shared: set[str] = set()
+    for tensor, users in blocks.consumers.items():
+        seen: dict[str, int] = {}
+        for user in users:  # of equal readers, are two further apart than q, k and v of one layer?
+            if user - seen.setdefault(works[user], user) > _FARTHEST_IN_LAYER:
+                shared.add(tensor)
+    prints = []
+    for block, work in zip(blocks.blocks, works, strict=True):
+        made = [(t in shared, blocks.producer[t]) for t in block.inputs]
+        prints.append(_digest([work, [at if is_shared else at - block.index for is_shared, at in made]]))
+    return prints
 
 
 def find_segments(blocks: BlockGraph) -> tuple[Segment, ...]:
     """A partition of the blocks into segments, repetitions found first."""
-    prints = [block_fingerprint(blocks, block) for block in blocks.blocks]
+    prints = _with_sources(blocks, [block_fingerprint(blocks, block) for block in blocks.blocks])
     crossing = _crossings(blocks)
     return tuple(
         Segment(start=a, stop=b, fingerprint=hashlib.sha256("".join(prints[a:b]).encode()).hexdigest()[:16])

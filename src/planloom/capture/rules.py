@@ -112,11 +112,27 @@ def _view(text: str, call: Call, *, rewrite: str = "none", sizes: dict[str, int]
 @_rule("aten.reshape.default")
 def _reshape(call: Call) -> Rule:
     """Regroup: cut both shapes at the sizes that they have in common, then into common factors."""
-    before, after, sizes = _regroup(call.inputs[0], call.output)
+    found = _regroup(call.inputs[0], call.output)
+    if found is None:
+        return _regroup_as_a_whole(call)
+    before, after, sizes = found
     return Rule(inputs=(before,), outputs=(after,), sizes=sizes, linear=((0,),), kind="view", rewrite="shape")
 
 
-def _regroup(before: Shape, after: Shape) -> tuple[Term, Term, dict[str, int]]:
+def _regroup_as_a_whole(call: Call) -> Rule:
+    """A view without common factors: equal dims in front and behind pass, what lies between cannot be split."""
+    before, after = call.inputs[0], call.output
+    front = next(i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b)
+    back = next(i for i, (a, b) in enumerate(zip(before[::-1], after[::-1], strict=False)) if a != b)
+
+    def term(shape: Shape, word: str) -> str:
+        middle = [f"{word}{i}!" for i in range(front, len(shape) - back)]
+        return " ".join([*(f"f{i}" for i in range(front)), *middle, *(f"b{i}" for i in reversed(range(back)))])
+
+    return _view(f"{term(before, 'from')} -> {term(after, 'to')}", call, rewrite="shape")
+
+
+def _regroup(before: Shape, after: Shape) -> tuple[Term, Term, dict[str, int]] | None:
     """Factors of both shapes of a view: walk from the right, taking the smaller remaining dim each time."""
     terms: tuple[list[list[str]], list[list[str]]] = ([[] for _ in before], [[] for _ in after])
     sizes: dict[str, int] = {}
@@ -130,11 +146,7 @@ def _regroup(before: Shape, after: Shape) -> tuple[Term, Term, dict[str, int]]:
             break
         size = min(left, right)
         if left % size or right % size:
-            raise CaptureError(
-                "a view regroups sizes without common factors",
-                given=f"{before} -> {after}",
-                required="dims of which one divides the other",
-            )
+            return None
         name = f"v{len(sizes)}"
         sizes[name] = size
         terms[0][i + 1].insert(0, name)
@@ -163,7 +175,9 @@ def _permute(call: Call) -> Rule:
 
 @_rule("aten.unsqueeze.default", "aten.squeeze.dim", "aten.squeeze.dims")
 def _insert_or_drop(call: Call) -> Rule:
-    before, after, sizes = _regroup(call.inputs[0], call.output)
+    found = _regroup(call.inputs[0], call.output)
+    assert found is not None, "dims of size one come and go"
+    before, after, sizes = found
     return Rule(inputs=(before,), outputs=(after,), sizes=sizes, linear=((0,),), kind="view")
 
 

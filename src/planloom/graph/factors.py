@@ -12,7 +12,6 @@ from dataclasses import replace
 from itertools import pairwise
 from math import prod
 
-from planloom.errors import CaptureError
 from planloom.graph.rules import ONE_HOT_FACTOR, Rule, Term, flat
 from planloom.graph.values import Op, Tensor
 
@@ -20,19 +19,27 @@ Cuts = set[int]
 
 
 def refine_factors(tensors: dict[str, Tensor], ops: Sequence[Op]) -> tuple[dict[str, Tensor], list[Op]]:
-    """The same tensors and operators with common factors; selections that nobody can split are fixed."""
-    dim_cuts: dict[tuple[str, int], Cuts] = {
-        (t.name, i): {1, size} for t in tensors.values() for i, size in enumerate(t.shape)
-    }
-    factor_cuts: list[dict[str, Cuts]] = [{n: {1, s} for n, s in _rule(op).sizes.items()} for op in ops]
-    _agree(ops, factor_cuts, dim_cuts)
+    """The same tensors and operators with common factors; selections that nobody can split are fixed.
+
+    Where two operators regroup a dim in ways that have no common factors (windows of 7, every second row), one of them
+    takes the dim as a whole, and cannot be split along it.
+    """
+    ops = list(ops)
+    while True:
+        agreement = _Agreement(tensors, ops)
+        try:
+            agreement.reach()
+            break
+        except _ConflictError as conflict:
+            index, names = conflict.choose(ops)
+            ops[index] = replace(ops[index], rule=_as_a_whole(_rule(ops[index]), names))
     refined = {
-        t.name: replace(t, factors=tuple(_sizes(dim_cuts[t.name, i]) for i in range(len(t.shape))))
+        t.name: replace(t, factors=tuple(_sizes(agreement.dim_cuts[t.name, i]) for i in range(len(t.shape))))
         for t in tensors.values()
     }
     rewritten: dict[tuple[int, str], Rule] = {}  # equal layers share rules, before and after
     new_ops = []
-    for op, cuts in zip(ops, factor_cuts, strict=True):
+    for op, cuts in zip(ops, agreement.factor_cuts, strict=True):
         key = (id(op.rule), repr({name: sorted(own) for name, own in cuts.items()}))
         if key not in rewritten:
             rewritten[key] = _rewrite(op, cuts)
@@ -40,22 +47,122 @@ def refine_factors(tensors: dict[str, Tensor], ops: Sequence[Op]) -> tuple[dict[
     return refined, _fix_selections(new_ops)
 
 
-def _agree(ops: Sequence[Op], factor_cuts: list[dict[str, Cuts]], dim_cuts: dict[tuple[str, int], Cuts]) -> None:
-    """Let cuts travel: an operator is visited again when a tensor that it touches has got new ones."""
-    touching: dict[str, list[int]] = {}
-    for i, op in enumerate(ops):
-        for name in dict.fromkeys((*op.inputs, *op.outputs)):
-            touching.setdefault(name, []).append(i)
-    waiting, queued = deque(range(len(ops))), set(range(len(ops)))
-    while waiting:
-        i = waiting.popleft()
-        queued.discard(i)
+Origin = tuple[int, tuple[str, ...]]
+"""Where a cut comes from: an operator, and the factors of the dim in which it lies between two of them."""
+
+
+class _ConflictError(Exception):
+    """Two operators cut a dim in ways that have no common factors."""
+
+    def __init__(self, *origins: Origin) -> None:
+        super().__init__()
+        self.origins = origins
+
+    def choose(self, ops: Sequence[Op]) -> Origin:
+        """Who gives way: a selection of elements rather than a regrouping, else the later one."""
+        return max(self.origins, key=lambda origin: (_rule(ops[origin[0]]).rewrite == "slice", origin[0]))
+
+
+class _Agreement:
+    """Cuts of all dims and factors, and where they come from."""
+
+    def __init__(self, tensors: dict[str, Tensor], ops: Sequence[Op]) -> None:
+        self.ops = ops
+        self.dim_cuts: dict[tuple[str, int], Cuts] = {
+            (t.name, i): {1, size} for t in tensors.values() for i, size in enumerate(t.shape)
+        }
+        self.factor_cuts: list[dict[str, Cuts]] = [{n: {1, s} for n, s in _rule(op).sizes.items()} for op in ops]
+        self._dim_origins: dict[tuple[str, int, int], Origin] = {}
+        self._factor_origins: dict[tuple[int, str, int], Origin] = {}
+
+    def reach(self) -> None:
+        """Let cuts travel: an operator is visited again when a tensor that it touches has got new ones."""
+        touching: dict[str, list[int]] = {}
+        for i, op in enumerate(self.ops):
+            for name in dict.fromkeys((*op.inputs, *op.outputs)):
+                touching.setdefault(name, []).append(i)
+        waiting, queued = deque(range(len(self.ops))), set(range(len(self.ops)))
+        while waiting:
+            i = waiting.popleft()
+            queued.discard(i)
+            changed: set[str] = set()
+            while new := self._exchange(i):
+                changed |= new
+            for j in sorted({j for name in changed for j in touching[name]} - queued - {i}):
+                queued.add(j)
+                waiting.append(j)
+
+    def _exchange(self, i: int) -> set[str]:
+        """Exchange cuts between an operator's factors and its tensors; the tensors for which something changed."""
+        op, factor_cuts = self.ops[i], self.factor_cuts[i]
+        sizes = _rule(op).sizes
         changed: set[str] = set()
-        while new := _exchange_cuts(ops[i], factor_cuts[i], dim_cuts):
-            changed |= new
-        for j in sorted({j for name in changed for j in touching[name]} - queued - {i}):
-            queued.add(j)
-            waiting.append(j)
+        for tensor, term in _terms(op):
+            for dim, names in enumerate(term):
+                cuts = self.dim_cuts[tensor, dim]
+                if len(names) == 1 and cuts == factor_cuts[names[0]]:  # they agree already
+                    continue
+                below = prod(sizes[n] for n in names)
+                if not below:  # nothing to cut
+                    continue
+                for name in names:
+                    above, below = below, below // sizes[name]
+                    inner = {c // below for c in cuts if below < c < above and c % below == 0 and above % c == 0}
+                    outer = {c * below for c in factor_cuts[name]}
+                    if inner <= factor_cuts[name] and outer <= cuts:
+                        continue
+                    own: Origin = (i, names)
+                    for c in inner - factor_cuts[name]:
+                        self._factor_origins[i, name, c] = self._dim_origins.get((tensor, dim, c * below), own)
+                    for c in outer - cuts:
+                        self._dim_origins[tensor, dim, c] = self._factor_origins.get((i, name, c // below), own)
+                    factor_cuts[name] |= inner
+                    cuts |= outer
+                    changed.add(tensor)
+                    self._require_chain(tensor, dim, own)
+        return changed
+
+    def _require_chain(self, tensor: str, dim: int, last: Origin) -> None:
+        for small, large in pairwise(sorted(self.dim_cuts[tensor, dim])):
+            if large % small:
+                origins = [self._dim_origins.get((tensor, dim, cut)) for cut in (small, large)]
+                raise _ConflictError(*(origin or last for origin in origins))
+
+
+def _as_a_whole(rule: Rule, names: tuple[str, ...]) -> Rule:
+    """The rule with every dim that shares factors with these taken as one factor, which cannot be split."""
+    terms = (*rule.inputs, *rule.outputs)
+    together, grown = set(names), True
+    while grown:
+        grown = False
+        for group in (set(dim) for term in terms for dim in term):
+            if group & together and not group <= together:
+                together |= group
+                grown = True
+    sizes = {name: size for name, size in rule.sizes.items() if name not in together}
+    fixed = [name for name in rule.fixed if name not in together]
+    renamed: list[Term] = []
+    for term in terms:
+        dims = []
+        for dim in term:
+            if together.intersection(dim):
+                name = f"whole{len(fixed)}"
+                sizes[name] = prod(rule.sizes[n] for n in dim)
+                fixed.append(name)
+                dims.append((name,))
+            else:
+                dims.append(dim)
+        renamed.append(tuple(dims))
+    count = len(rule.inputs)
+    rewrite = rule.rewrite if rule.rewrite != "one_hot" else "none"
+    return replace(
+        rule,
+        inputs=tuple(renamed[:count]),
+        outputs=tuple(renamed[count:]),
+        sizes=sizes,
+        fixed=tuple(fixed),
+        rewrite=rewrite,
+    )
 
 
 def _rule(op: Op) -> Rule:
@@ -66,41 +173,6 @@ def _rule(op: Op) -> Rule:
 def _terms(op: Op) -> list[tuple[str, Term]]:
     rule = _rule(op)
     return [*zip(op.inputs, rule.inputs, strict=True), *zip(op.outputs, rule.outputs, strict=True)]
-
-
-def _exchange_cuts(op: Op, factor_cuts: dict[str, Cuts], dim_cuts: dict[tuple[str, int], Cuts]) -> set[str]:
-    """Exchange cuts between an operator's factors and its tensors; the tensors for which something changed."""
-    sizes = _rule(op).sizes
-    changed: set[str] = set()
-    for tensor, term in _terms(op):
-        for dim, names in enumerate(term):
-            cuts = dim_cuts[tensor, dim]
-            if len(names) == 1 and cuts == factor_cuts[names[0]]:  # they agree already
-                continue
-            below = prod(sizes[n] for n in names)
-            if not below:  # nothing to cut
-                continue
-            for name in names:
-                above, below = below, below // sizes[name]
-                inner = {c // below for c in cuts if below < c < above and c % below == 0 and above % c == 0}
-                outer = {c * below for c in factor_cuts[name]}
-                if not inner <= factor_cuts[name] or not outer <= cuts:
-                    factor_cuts[name] |= inner
-                    cuts |= outer
-                    changed.add(tensor)
-                    _require_chain(op, tensor, dim, cuts)
-    return changed
-
-
-def _require_chain(op: Op, tensor: str, dim: int, cuts: Cuts) -> None:
-    ordered = sorted(cuts)
-    if any(large % small for small, large in pairwise(ordered)):
-        raise CaptureError(
-            f"dim {dim} of {tensor} is regrouped in two ways that have no common factors",
-            given=f"trailing sizes {ordered}, last at {op.target} ({op.name}) in {op.module or 'the model'}",
-            required="sizes of which each divides the next",
-            todo="reshape this tensor in one way only, or make the sizes multiples of each other",
-        )
 
 
 def _sizes(cuts: Cuts) -> tuple[int, ...]:

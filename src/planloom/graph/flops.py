@@ -7,8 +7,8 @@ two operations, so a product takes
     2 × Π sizes of its factors            attention: 2 × Π (all but the two head sizes) × (size + value)
 
 times the density of a ragged tensor in it. All else counts nothing: pointwise operators, sums, one-hot contractions
-(embeddings, gathers, tokens sent to experts and back), and `given` operators, which no plan splits. An expanded operator stands
-in the graph as its parts alone, of which one is the product.
+(embeddings, gathers, tokens sent to experts and back), and `given` operators, which no plan splits. An expanded
+operator stands in the graph as its parts alone, of which one is the product.
 
 Published figures are counted in three ways:
 
