@@ -1,8 +1,8 @@
 """Segments: sequences of blocks that repeat, known by their fingerprint.
 
-A block's fingerprint holds its operators, shapes, dtypes and dims; in a sequence also how far back its inputs were made,
-or by which block where all layers read the same (an encoder's output). A segment is the
-period of the longest repetition in the sequence of fingerprints; what lies before and after is searched again.
+A block's fingerprint holds its operators, shapes, dtypes and dims; in a sequence also how far back its inputs were
+made, or by which block where all layers read the same (an encoder's output). A segment is the period of the longest
+repetition in the sequence of fingerprints; what lies before and after is searched again.
 """
 
 import hashlib

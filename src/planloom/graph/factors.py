@@ -143,7 +143,7 @@ def _as_a_whole(rule: Rule, names: tuple[str, ...]) -> Rule:
     fixed = [name for name in rule.fixed if name not in together]
     renamed: list[Term] = []
     for term in terms:
-        dims = []
+        dims: list[tuple[str, ...]] = []
         for dim in term:
             if together.intersection(dim):
                 name = f"whole{len(fixed)}"
