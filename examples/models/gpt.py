@@ -1,4 +1,4 @@
-"""A small GPT: fused queries, keys and values, grouped queries, tied embeddings. Plain PyTorch, nothing of Planloom.
+"""A small GPT: fused queries, keys and values, grouped queries, tied embeddings, dropout. Plain PyTorch.
 
 planloom plan examples/models/gpt.py:small --cluster two-by-two
 """
@@ -18,6 +18,7 @@ class GPTConfig:
     num_kv_heads: int = 4
     vocab: int = 128
     sequence: int = 16
+    dropout: float = 0.0
 
 
 class Attention(nn.Module):
@@ -46,10 +47,11 @@ class Layer(nn.Module):
         self.norm1, self.norm2 = nn.LayerNorm(config.hidden), nn.LayerNorm(config.hidden)
         self.attention = Attention(config)
         self.up, self.down = nn.Linear(config.hidden, 4 * config.hidden), nn.Linear(4 * config.hidden, config.hidden)
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm1(x))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        x = x + self.dropout(self.attention(self.norm1(x)))
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
 
 
 class GPT(nn.Module):
@@ -89,6 +91,6 @@ def tiny() -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 def small() -> tuple[nn.Module, dict[str, Tensor]]:
-    """Four layers and 3.5 million parameters, for the demo."""
-    config = GPTConfig(num_layers=4, hidden=256, num_heads=8, num_kv_heads=4, vocab=1024, sequence=128)
+    """Four layers, 3.2 million parameters and dropout, for the demo."""
+    config = GPTConfig(num_layers=4, hidden=256, num_heads=8, num_kv_heads=4, vocab=1024, sequence=128, dropout=0.1)
     return GPT(config), batch_for(config, 16)

@@ -12,6 +12,8 @@ from typing import Any
 _WHERE = {
     "capture": "planloom.capture",
     "batch_spec": "planloom.capture",
+    "dimension_rule": "planloom.capture",
+    "load_model": "planloom.capture",
     "find_blocks": "planloom.blocks",
     "load_cluster": "planloom.cluster",
     "draft": "planloom.plan",

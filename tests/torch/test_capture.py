@@ -450,3 +450,11 @@ def test_a_tensor_alone_is_a_batch() -> None:
 def test_errors_name_the_module_and_the_line() -> None:
     with pytest.raises(CaptureError, match=r"(?s)boolean mask.*in the model, File .*test_capture.py.*line \d+"):
         capture(Model(lambda m, x: m.map(x)[x.sum(1) > 0].sum()), batch())
+
+
+def test_the_public_name_is_a_function_even_where_the_package_was_imported_first() -> None:
+    import planloom
+    import planloom.train
+
+    model = Model(lambda m, x: m.map(x).sum())
+    assert planloom.capture(model, batch()) == planloom.capture(model, batch()) == capture(model, batch())

@@ -14,6 +14,7 @@ from planloom.cli.plans import DEFAULT_STORE, candidate_document, find_candidate
 from planloom.cluster import Cluster, format_seconds, load_cluster
 from planloom.cost import Prices, run_fingerprint
 from planloom.errors import PlanError
+from planloom.graph.catalog import model_preset
 from planloom.plan import save_plan
 from planloom.program import verify_program
 from planloom.report import candidates_table, timeline_svg
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from planloom.train.session import TrainingRun
 
 MODEL = Path("examples/models/gpt.py")
+LARGE_MODEL = "llama3-405b"
 CLUSTER = "two-by-two"
 
 
@@ -47,7 +49,9 @@ def demo_command(
         )
     cluster, source = load_cluster(CLUSTER), f"{MODEL}:small"
     captured = capture_model(source)
-    _say(as_json, f"[bold]1.[/bold] Captured {_describe(captured)}")
+    large = capture_model(LARGE_MODEL)
+    _say(as_json, f"[bold]1.[/bold] Captured a GPT with {_describe(captured)}")
+    _say(as_json, f"   (so are models of others, unchanged: {model_preset(LARGE_MODEL).title}, {_describe(large)})")
     candidates = find_candidates(captured, cluster)
     measured = measure_candidates(source, captured.blocks, candidates, store, cluster.num_devices)
     programs = [candidate.program for candidate in candidates if candidate.program is not None]
@@ -85,13 +89,14 @@ def demo_command(
     _say(
         as_json,
         f"[bold]4.[/bold] Trained {steps} steps on {cluster.num_devices} processes: loss {trained.losses[0]:.3f} → "
-        f"{trained.losses[-1]:.3f}\n\n   one step, predicted {format_seconds(predicted)}   "
+        f"{trained.losses[-1]:.3f} (with dropout, whose masks are the same on any plan)\n\n   one step, predicted {format_seconds(predicted)}   "
         f"measured {format_seconds(measured_step)}   ratio {predicted / measured_step:.2f}\n\n"
         "   Both are for local processes over loopback (column *here*); the table ranks by the cluster's own links.\n"
         f"   plan: {plan_path}   timeline: {picture}",
     )
     document = {
         "cluster": cluster.name,
+        "captured": {"demo": len(captured.blocks.blocks), LARGE_MODEL: len(large.blocks.blocks)},
         "plans": [candidate_document(c) for c in ranked],
         "best": best.name,
         "verified": True,
@@ -122,9 +127,11 @@ def _say(as_json: bool, text: str) -> None:
 def _describe(captured: CapturedModel) -> str:
     blocks, segments = captured.blocks, find_segments(captured.blocks)
     distinct = len({segment.fingerprint for segment in segments})
+    size = captured.num_parameters / 1e6
+    words = f"{size:.1f} million" if size < 1e3 else f"{size / 1e3:.1f} billion"
     return (
-        f"a GPT with {captured.num_parameters / 1e6:.1f} million parameters: {len(blocks.graph.ops)} operators → "
-        f"{len(blocks.blocks)} blocks → {len(segments)} segments, {distinct} of them distinct"
+        f"{words} parameters: {len(blocks.graph.ops):,} operators → {len(blocks.blocks):,} blocks → "
+        f"{len(segments)} segments, {distinct} of them distinct"
     )
 
 

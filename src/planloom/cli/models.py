@@ -29,6 +29,9 @@ from planloom.graph.flops import graph_flops, training_flops
 from planloom.report import blocks_dot, blocks_tables
 from planloom.report.blocks import format_count
 
+GRAPHS = Path(".planloom/graphs")
+"""Captured graphs, so that the next command about the same model need not capture it."""
+
 ModelArgument = Annotated[
     str,
     typer.Argument(
@@ -53,14 +56,14 @@ class CapturedModel:
         return sum(prod(graph.tensors[name].shape) for name in graph.parameters)
 
 
-def capture_model(source: str) -> CapturedModel:
-    """Load and capture a model, with a spinner."""
+def capture_model(source: str, *, again: bool = False) -> CapturedModel:
+    """Load and capture a model, with a spinner; what was captured before is read, unless it is wanted `again`."""
     with progress_bar(f"capturing {source}"):
         start = time.perf_counter()
-        from planloom.capture import batch_spec, capture, load_model
+        from planloom.capture import batch_spec, cached_capture, capture, load_model
 
         model, batch = load_model(source)
-        graph = capture(model, batch)
+        graph = capture(model, batch) if again else cached_capture(model, batch, folder=GRAPHS)
         seconds = time.perf_counter() - start
         return CapturedModel(blocks=find_blocks(graph), spec=batch_spec(batch), capture_seconds=seconds)
 
@@ -110,7 +113,7 @@ def blocks_command(
 
     Blocks that repeat are segments; each distinct one is shown once, with its number of repetitions.
     """
-    captured = capture_model(model)
+    captured = capture_model(model, again=True)
     segments = find_segments(captured.blocks)
     if dot is not None:
         write_file(blocks_dot(captured.blocks, segments), dot, failing=CaptureError)
