@@ -1,11 +1,11 @@
-"""The Evoformer of AlphaFold 2, compact and with recycling; the model itself is in `planloom.capture.evoformer`.
+"""The Evoformer of AlphaFold 2, compact and with recycling; the model itself is in `planloom.capture.models.evoformer`.
 
 planloom plan examples/models/evoformer.py:small --cluster two-by-two
 """
 
 from torch import Tensor, nn
 
-from planloom.capture.evoformer import Evoformer, EvoformerConfig, batch_for
+from planloom.capture.models.evoformer import Evoformer, EvoformerConfig, batch_for
 
 
 def tiny(dropout: float = 0.0) -> tuple[nn.Module, dict[str, Tensor]]:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from planloom.capture import capture, trials
-from planloom.capture.custom import dimension_rule, forget_rule, known_rules, registered, rule_source
-from planloom.capture.discover import DiscoveryCache, discover, explain
-from planloom.capture.rules import Call, attach_rule
+from planloom.capture.rules.custom import dimension_rule, forget_rule, known_rules, registered, rule_source
+from planloom.capture.rules.discover import DiscoveryCache, discover, explain
+from planloom.capture.rules.written import Call, attach_rule
 from planloom.cli.rules import operator_rules, rules_command
 from planloom.errors import CaptureError
 from planloom.graph import Graph, Op, Rule, notate

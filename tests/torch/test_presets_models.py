@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from examples.models import moe
-from planloom.capture.evoformer import Evoformer, EvoformerConfig, batch_for
 from planloom.capture.guards import without_idle_layer_drop
-from planloom.capture.source import load_model
+from planloom.capture.models.evoformer import Evoformer, EvoformerConfig, batch_for
+from planloom.capture.models.source import load_model
 from planloom.errors import CaptureError
 from planloom.graph.catalog import model_preset, preset_names
 from tests.zoo import SMALL

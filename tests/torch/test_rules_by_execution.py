@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from planloom.blocks import Block, BlockDim, BlockGraph
-from planloom.capture.custom import pointwise_targets, rule_source
-from planloom.capture.discover import DiscoveryCache, discover
-from planloom.capture.rules import _RULES, attach_rule
+from planloom.capture.rules.custom import pointwise_targets, rule_source
+from planloom.capture.rules.discover import DiscoveryCache, discover
+from planloom.capture.rules.written import _RULES, attach_rule
 from planloom.execute import LocalRun, RunVjp
 from planloom.execute.operators import operator
 from planloom.graph import Graph, Rule, notate, refine_factors

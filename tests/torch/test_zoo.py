@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planloom.blocks import BlockGraph, find_blocks
+from planloom.blocks import BlockGraph, find_blocks, find_segments
 from planloom.blocks.segments import block_fingerprint
-from planloom.capture import batch_spec, capture, tensors_of
+from planloom.capture import batch_spec, capture, load_model, tensors_of
+from planloom.capture.rules.custom import rule_source
 from planloom.execute import Interpreter, local_slice
 from planloom.graph import RANDOM_STATE, Graph
 from planloom.plan import named_plan, parse_named
@@ -145,3 +146,27 @@ def require_equal_to_eager(name: str, spec: str) -> None:
                 found = results["gradient", device, stored.name].reshape(expected.shape)
                 scale = max(float(whole.abs().max()), 1e-5 * largest)
                 assert float((found - expected).abs().max()) <= 1e-10 * scale, (device, stored.name)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_operator_has_a_written_rule(name: str) -> None:
+    graph = in_float32(name)[2]
+    assert {rule_source(op.target) for op in graph.ops} <= {"written", "family"}
+    assert all(op.rule is not None for op in graph.ops)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt2",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("t5-11b", "mbart-large", "mixtral-8x7b", "bert-large")),
+    ],
+)
+def test_deeper_models_have_no_more_distinct_segments(name: str) -> None:
+    found = []
+    for num_layers in (5, 8):
+        blocks = find_blocks(capture(*load_model(f"{name}?num_hidden_layers={num_layers}&seq=64")))
+        segments = find_segments(blocks)
+        assert len(segments) >= num_layers - 1
+        found.append({segment.fingerprint for segment in segments})
+    assert len(found[0]) == len(found[1]) <= 6

@@ -7,8 +7,8 @@ from typing import Any
 from planloom.capture.batch import Batch, batch_spec, tensors_of
 from planloom.capture.cache import cached_capture
 from planloom.capture.capture import capture, capture_from_spec
-from planloom.capture.custom import dimension_rule
-from planloom.capture.source import load_model
+from planloom.capture.models import load_model
+from planloom.capture.rules import dimension_rule
 from planloom.graph import Graph
 
 __all__ = [

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from planloom.capture.batch import Batch, batch_spec
 from planloom.capture.capture import LossFunction, capture
-from planloom.capture.custom import registered, registered_targets
+from planloom.capture.rules.custom import registered, registered_targets
 from planloom.graph import Graph
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.memory_format)

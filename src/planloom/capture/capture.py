@@ -26,10 +26,9 @@ from planloom.capture.guards import (
     without_garbage_collection,
     without_idle_layer_drop,
 )
-from planloom.capture.layers import stamping_layers
+from planloom.capture.layers import expand_stamps, stamping_layers
 from planloom.capture.restore import restore_attention
 from planloom.capture.rules import attach_rules
-from planloom.capture.stamping import expand_stamps
 from planloom.capture.translate import translate
 from planloom.errors import CaptureError
 from planloom.graph import Graph, Op, refine_factors

@@ -89,7 +89,8 @@ def demo_command(
     _say(
         as_json,
         f"[bold]4.[/bold] Trained {steps} steps on {cluster.num_devices} processes: loss {trained.losses[0]:.3f} → "
-        f"{trained.losses[-1]:.3f} (with dropout, whose masks are the same on any plan)\n\n   one step, predicted {format_seconds(predicted)}   "
+        f"{trained.losses[-1]:.3f} (with dropout, whose masks are the same on any plan)\n\n"
+        f"   one step, predicted {format_seconds(predicted)}   "
         f"measured {format_seconds(measured_step)}   ratio {predicted / measured_step:.2f}\n\n"
         "   Both are for local processes over loopback (column *here*); the table ranks by the cluster's own links.\n"
         f"   plan: {plan_path}   timeline: {picture}",

@@ -60,8 +60,8 @@ def rules_command(model: ModelArgument = None, as_json: JsonOption = False) -> N
 
 def operator_rules(graph: Graph) -> list[OperatorRule]:
     """Distinct operators, most frequent first."""
-    from planloom.capture.custom import rule_source
-    from planloom.capture.discover import explain
+    from planloom.capture.rules.custom import rule_source
+    from planloom.capture.rules.discover import explain
 
     groups: dict[tuple[str, str], list[Op]] = {}
     for op in graph.ops:
@@ -132,7 +132,7 @@ def _tables(rules: Sequence[OperatorRule], flops: int, moved_bytes: int) -> list
 
 
 def _show_known(as_json: bool) -> None:
-    from planloom.capture.custom import known_rules
+    from planloom.capture.rules.custom import known_rules
 
     groups = known_rules()
     table = _table("Rules", "rule", "operators", "from", "")

@@ -4,9 +4,9 @@
     path/to/config.json?batch=8
 
 Nothing is initialized, allocated or fetched, unless another device is named: then weights are the model's initial ones
-and the batch is random. What each name means is in `planloom.graph.catalog`, what may stand after
-the question mark in `planloom.capture.settings`. The class of a `config.json` is the first of its `architectures`, else
-the one for its `model_type`; the batch follows from the class. Models are in training mode, with their dropout.
+and the batch is random. What each name means is in `planloom.graph.catalog`, what may stand after the question mark in
+`settings`. The class of a `config.json` is the first of its `architectures`, else the one for its `model_type`; the
+batch follows from the class. Models are in training mode, with their dropout.
 """
 
 import dataclasses
@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from planloom.capture.evoformer import NUM_TOKENS, Evoformer, EvoformerConfig
-from planloom.capture.settings import Request, configured, parse_value, read_request, refused, unknown_setting
+from planloom.capture.models.evoformer import NUM_TOKENS, Evoformer, EvoformerConfig
+from planloom.capture.models.settings import Request, configured, parse_value, read_request, refused, unknown_setting
 from planloom.errors import CaptureError
 from planloom.graph.catalog import model_preset
 

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 
-from planloom.capture.layers import Calls, Group, TensorResult, operators
+from planloom.capture.layers.stubs import Calls, Group, TensorResult, operators
 
 Reference = tuple[str, Hashable]
 """("argument", number), ("own", name in the layer) or ("body", number); two bodies are compared by these."""

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # tried on torch 2.11 and 2.13; export flattens with it too
 
-from planloom.capture.structure import MODULE_DICTS, PLAIN, TRACED_CALLS, Layer, attributes_of, find_layers
+from planloom.capture.layers.structure import MODULE_DICTS, PLAIN, TRACED_CALLS, Layer, attributes_of, find_layers
 
 _BY_IDENTITY = (type, FunctionType, BuiltinFunctionType)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from planloom.capture.presets import build_config_file, build_preset
+from planloom.capture.models.presets import build_config_file, build_preset
 from planloom.errors import CaptureError
 from planloom.graph.catalog import preset_names
 

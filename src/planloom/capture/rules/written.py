@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from planloom.capture.custom import registered
-from planloom.capture.discover import discover
+from planloom.capture.rules.custom import registered
+from planloom.capture.rules.discover import discover
 from planloom.errors import CaptureError
 from planloom.graph import Op, Rule, Tensor, is_reference, notate, referenced
 from planloom.graph.rules import Term

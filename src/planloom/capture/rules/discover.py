@@ -29,7 +29,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from planloom.capture.trials import LARGEST, SMALL_SIZE, Factor, Function, Refusal, Shape, Trials, Way
+from planloom.capture.rules.trials import LARGEST, SMALL_SIZE, Factor, Function, Refusal, Shape, Trials, Way
 from planloom.graph import Arg, Op, Rule, Tensor
 from planloom.graph.rules import Rewrite, Term
 from planloom.layout import Combine

@@ -26,7 +26,7 @@ from planloom.graph.rules import Kind, Rewrite
 from planloom.layout import Combine
 
 if TYPE_CHECKING:  # rules.py asks this module
-    from planloom.capture.rules import Call
+    from planloom.capture.rules.written import Call
 
 UserRule = Callable[["Call"], "str | Rule"]
 RuleSource = Literal["written", "family", "registered", "discovered"]
@@ -162,7 +162,7 @@ def forget_rule(target: str) -> None:
 
 def rule_source(target: str) -> RuleSource:
     """Where the rule of an operator comes from."""
-    from planloom.capture.rules import _RULES, _is_pointwise  # rules.py asks this module
+    from planloom.capture.rules.written import _RULES, _is_pointwise  # rules.py asks this module
 
     if target in _RULES:
         return "written"
@@ -186,7 +186,7 @@ class RuleGroup:
 
 def known_rules() -> tuple[RuleGroup, ...]:
     """The pointwise family, the written rules by the function that makes them, and the registered ones."""
-    from planloom.capture.rules import _RULES  # rules.py asks this module
+    from planloom.capture.rules.written import _RULES  # rules.py asks this module
 
     groups: dict[str, list[str]] = {}
     about: dict[str, str] = {}
