@@ -298,6 +298,8 @@ def test_the_library_lists_different_plans_for_all_devices(num_devices: int) -> 
     plans = library(num_devices)
     assert len(plans) == len({str(plan) for plan in plans}) > 0
     assert {plan.num_devices for plan in plans} == {num_devices}
+    assert not any(plan.experts for plan in plans)
+    assert any(plan.experts for plan in library(num_devices, experts=True)) == (num_devices > 1)
 
 
 def test_a_named_plan_on_stages(blocks: BlockGraph) -> None:

@@ -219,8 +219,8 @@ def _op_work(graph: Graph, index: int) -> int:
     return prod(rule.sizes.values())
 
 
-def library(num_devices: int, *, max_micro: int = 4) -> tuple[NamedPlan, ...]:
-    """The named plans that a number of devices allows, simplest first."""
+def library(num_devices: int, *, max_micro: int = 4, experts: bool = False) -> tuple[NamedPlan, ...]:
+    """The named plans that a number of devices allows, simplest first; with those for a mixture of experts if asked."""
     found = []
     for pp in (1, 2):
         for tp, tp2 in ((t, u) for t in _divisors(num_devices // pp) for u in _divisors(num_devices // pp // t)):
@@ -229,6 +229,8 @@ def library(num_devices: int, *, max_micro: int = 4) -> tuple[NamedPlan, ...]:
             dp = num_devices // (pp * tp * tp2)
             base = NamedPlan(dp=dp, tp=tp, tp2=tp2, pp=pp, micro=max_micro if pp > 1 else 1, vocab=tp > 1)
             found.append(base)
+            if dp > 1 and experts:
+                found.append(replace(base, experts=True))
             if pp == 1 and dp > 1:
                 found += [replace(base, storage="zero1"), replace(base, storage="zero3")]
             if tp > 1 and tp2 == 1 and pp == 1:

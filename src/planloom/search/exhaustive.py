@@ -44,7 +44,8 @@ def candidate_plans(
     """Every named plan on every distinct placement, built but not yet priced."""
     candidates = []
     links = cluster_to_yaml(cluster)
-    for named in library(cluster.num_devices, max_micro=max_micro):
+    has_experts = any(tensor.rows for tensor in blocks.graph.tensors.values())
+    for named in library(cluster.num_devices, max_micro=max_micro, experts=has_experts):
         axes = {name: size for name, size in axis_sizes(named).items() if size > 1} or {"dp": 1}
         for placement in enumerate_placements(cluster.level_counts, axes):
             name, where = str(named), str(placement)
