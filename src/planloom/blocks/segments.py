@@ -11,17 +11,14 @@ from itertools import accumulate
 
 import msgspec
 
-from planloom.blocks.dims import rule_of
 from planloom.blocks.grouping import Block, BlockGraph
 from planloom.graph.values import is_reference
 
 # Shorter repetitions (two equal maps side by side) are not layers.
 _SHORTEST_PERIOD = 4
+_MANY_LAYERS = 3
 _FARTHEST_IN_LAYER = 6
 """Readers of one tensor that do equal work (q, k, v and a gate) are not further apart in one layer."""
-
-# Of a random operator, its number in the model: dropout(x, p, number, state). Layers do not differ by it.
-_NUMBER_ARGUMENT = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +49,7 @@ def block_fingerprint(blocks: BlockGraph, block: Block) -> str:
     for index in block.ops:
         op = graph.ops[index]
         shapes = [(graph.tensors[t].shape, graph.tensors[t].dtype, number(t)) for t in (*op.inputs, *op.outputs)]
-        is_random = rule_of(op).rewrite == "random"
-        args = [arg for i, arg in enumerate(op.args) if not (is_random and i == _NUMBER_ARGUMENT)]
-        lines.append((op.target, plain(args), {k: plain(v) for k, v in op.kwargs.items()}, shapes))
+        lines.append((op.target, plain(op.work_args), {k: plain(v) for k, v in op.kwargs.items()}, shapes))
     dims = [(dim.name, dim.size) for dim in block.dims]
     return _digest([lines, dims, len(block.parameters)])
 
@@ -67,10 +62,13 @@ def _with_sources(blocks: BlockGraph, works: list[str]) -> list[str]:
     """Fingerprints that also say where inputs were made: so many blocks before, or, what all layers read, by whom."""
     shared: set[str] = set()
     for tensor, users in blocks.consumers.items():
-        seen: dict[str, int] = {}
-        for user in users:  # of equal readers, are two further apart than q, k and v of one layer?
-            if user - seen.setdefault(works[user], user) > _FARTHEST_IN_LAYER:
-                shared.add(tensor)
+        seen: dict[str, list[int]] = {}
+        for user in users:  # in how many layers do equal blocks read it?
+            layers = seen.setdefault(works[user], [user])
+            if user - layers[-1] > _FARTHEST_IN_LAYER:
+                layers.append(user)
+        if any(len(layers) >= _MANY_LAYERS for layers in seen.values()):
+            shared.add(tensor)
     prints = []
     for block, work in zip(blocks.blocks, works, strict=True):
         made = [(t in shared, blocks.producer[t]) for t in block.inputs]

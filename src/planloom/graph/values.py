@@ -95,6 +95,12 @@ class Op:
     rule: Rule | None = None
     expansion: int = -1
 
+    @property
+    def work_args(self) -> tuple[Arg, ...]:
+        """The arguments without the number of a random operator, dropout(x, p, number, state): it is the same work."""
+        is_random = self.rule is not None and self.rule.rewrite == "random"
+        return (*self.args[:2], *self.args[3:]) if is_random else self.args
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expansion:
