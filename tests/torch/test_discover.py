@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planloom.capture import capture, trials
+from planloom.capture import capture
+from planloom.capture.rules import trials
 from planloom.capture.rules.custom import dimension_rule, forget_rule, known_rules, registered, rule_source
 from planloom.capture.rules.discover import DiscoveryCache, discover, explain
 from planloom.capture.rules.written import Call, attach_rule
