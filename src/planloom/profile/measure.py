@@ -117,6 +117,8 @@ def _random(blocks: BlockGraph, name: str, layout: Layout, sizes: tuple[int, ...
         return torch.randn((1, num_rows, *shape[2:]), device=device).to(dtype)
     if dtype == torch.bool:
         return _balanced(shape, _densities(blocks).get(name, 0.5), device)
+    if not dtype.is_floating_point:  # indices: zero is one of any dim
+        return torch.zeros(shape, dtype=dtype, device=device)
     return torch.randn(shape, device=device).to(dtype)
 
 
