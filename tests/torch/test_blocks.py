@@ -1,25 +1,23 @@
 """Blocks: what is grouped, and by execution that a split of any of their dims needs no communication."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import cache
-from itertools import combinations, product
+from itertools import combinations
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from planloom.blocks import Block, BlockDim, BlockGraph, find_blocks, find_segments
+from planloom.blocks import BlockGraph, find_blocks, find_segments
 from planloom.blocks.segments import block_fingerprint
 from planloom.capture import batch_spec, capture
-from planloom.execute import LocalRun, RunVjp
-from planloom.graph import Tensor as GraphTensor
 from planloom.layout import Mesh
 from planloom.plan import draft
 from tests.models import MODELS
 from tests.pure.tiny_graph import tiny_graph
-from tests.torch.captured import Captured, captured, of
-from tests.torch.hand_runs import hand_run
+from tests.torch.captured import captured, of
+from tests.torch.split_execution import Execution, even_dims
 
 BOTH = pytest.mark.parametrize("model", MODELS)
 
@@ -196,140 +194,10 @@ def test_segments_follow_one_another_and_equal_ones_do_equal_work(num_layers: in
 # Every tensor at a block's boundary is seen with one dim a factor. A split of a block dim in two cuts the tensors that
 # have it; the pieces run alone; their results put together as the dim says must be the whole block's.
 
-HALVES = 2
-Index = tuple[int, ...]
-
-
-def to_factors(value: Tensor, tensor: GraphTensor) -> Tensor:
-    return value.reshape(tensor.sizes)
-
-
-def to_dims(piece: Tensor, tensor: GraphTensor) -> Tensor:
-    lengths = iter(piece.shape)
-    return piece.reshape([int(torch.tensor([next(lengths) for _ in dim]).prod()) for dim in tensor.factors])
-
-
-def cut(value: Tensor, tensor: GraphTensor, dims: Sequence[BlockDim], index: Index) -> Tensor:
-    """The piece of a whole tensor that a device at `index` holds."""
-    piece = to_factors(value, tensor)
-    for dim, i in zip(dims, index, strict=True):
-        if tensor.name in dim.shards:
-            piece = piece.chunk(HALVES, dim.shards[tensor.name])[i]
-    return to_dims(piece, tensor)
-
-
-Combination = Callable[[BlockDim, list[Tensor]], Tensor]
-
-
-def assemble(pieces: dict[Index, Tensor], dims: Sequence[BlockDim], combine: Combination) -> Tensor:
-    """Put pieces together along the last dim first."""
-    if not dims:
-        return pieces[()]
-    joined = {
-        index: combine(dims[-1], [pieces[(*index, i)] for i in range(HALVES)])
-        for index in product(range(HALVES), repeat=len(dims) - 1)
-    }
-    return assemble(joined, dims[:-1], combine)
-
-
-def whole_result(name: str) -> Combination:
-    """Shards are joined along the factor, partial results combined as the dim says."""
-
-    def combine(dim: BlockDim, parts: list[Tensor]) -> Tensor:
-        if name in dim.shards:
-            return torch.cat(parts, dim.shards[name])
-        stacked = torch.stack(parts)
-        return {"sum": stacked.sum(0), "max": stacked.amax(0)}[dim.partials[name]]
-
-    return combine
-
-
-def whole_cotangent(name: str) -> Combination:
-    """The cotangent of an input that has the dim is split like it; every piece adds its part to that of another."""
-
-    def combine(dim: BlockDim, parts: list[Tensor]) -> Tensor:
-        return torch.cat(parts, dim.shards[name]) if name in dim.shards else torch.stack(parts).sum(0)
-
-    return combine
-
-
-def require_close(found: Tensor, expected: Tensor, what: str) -> None:
-    scale = max(float(expected.abs().max()), 1e-300)
-    assert found.shape == expected.shape, what
-    assert float((found - expected).abs().max()) <= 1e-10 * scale, what
-
-
-class Execution:
-    """A captured model with the values of all tensors between its blocks."""
-
-    def __init__(self, model: Captured) -> None:
-        self.model, self.blocks, self.tensors = model, model.blocks, model.blocks.graph.tensors
-        self.values = dict(model.parameters)
-        for block in self.blocks.blocks:
-            local = self._local(block, (), ())
-            outputs = local([self.values[slot.tensor] for slot in local.run.inputs], model.given, 0)
-            self.values.update(zip(block.outputs, outputs, strict=True))
-
-    def _local(self, block: Block, dims: Sequence[BlockDim], index: Index) -> LocalRun:
-        mesh = Mesh.of(range(HALVES ** len(dims)), **{f"axis{i}": HALVES for i in range(len(dims))})
-        splits = {dim.name: digit for dim, digit in zip(dims, mesh.digits, strict=True)}
-        run = hand_run(self.blocks, [block], block.outputs, splits)
-        return LocalRun(self.blocks, run, dict(zip(mesh.digits, index, strict=True)), num_micro=1)
-
-    def _run(
-        self, block: Block, dims: Sequence[BlockDim], index: Index, cotangents: dict[str, Tensor]
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """(outputs, cotangents of the inputs) of one piece, with one dim a factor."""
-        local = self._local(block, dims, index)
-        names = [slot.tensor for slot in local.run.inputs]
-        inputs = [cut(self.values[name], self.tensors[name], dims, index) for name in names]
-        vjp = RunVjp(local, inputs, self.model.given, 0)
-        outputs = dict(zip(block.outputs, vjp.take_outputs(), strict=True))
-        given_back = vjp.backward(
-            [
-                cut(cotangents[name], self.tensors[name], dims, index) if name in cotangents else None
-                for name in block.outputs
-            ]
-        )
-        found = {name: value for name, value in zip(names, given_back, strict=True) if value is not None}
-        return self._pieces(outputs, dims), self._pieces(found, dims)
-
-    def _pieces(self, local: dict[str, Tensor], dims: Sequence[BlockDim]) -> dict[str, Tensor]:
-        seen = {}
-        for name, value in local.items():
-            sizes = list(self.tensors[name].sizes)
-            for dim in dims:
-                if name in dim.shards:
-                    sizes[dim.shards[name]] //= HALVES
-            seen[name] = value.reshape(sizes)
-        return seen
-
-    def require_free_split(self, block: Block, dims: Sequence[BlockDim]) -> None:
-        """The block on pieces, put together, is the block on whole tensors: forward and backward."""
-        generator = torch.Generator().manual_seed(block.index)
-        cotangents = {
-            name: torch.randn(self.tensors[name].shape, generator=generator, dtype=torch.float64)
-            for name in block.outputs
-            if self.blocks.graph.is_differentiable(name)
-        }
-        expected = self._run(block, (), (), cotangents)
-        pieces = {
-            index: self._run(block, dims, index, cotangents) for index in product(range(HALVES), repeat=len(dims))
-        }
-        what = f"{block.name} split along {' and '.join(dim.name for dim in dims)}"
-        for part, combination, word in ((0, whole_result, "output"), (1, whole_cotangent, "cotangent of")):
-            for name, value in expected[part].items():
-                found = assemble({index: piece[part][name] for index, piece in pieces.items()}, dims, combination(name))
-                require_close(found, value, f"{what}: {word} {name}")
-
 
 @cache
 def executed(model: str) -> Execution:
     return Execution(captured(model, torch.float64))
-
-
-def even_dims(block: Block) -> list[BlockDim]:
-    return [dim for dim in block.dims if dim.size % HALVES == 0]
 
 
 @BOTH
