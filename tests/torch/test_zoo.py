@@ -1,5 +1,6 @@
 """Models nobody here wrote: captured, interpreted as eager runs them, and split along every dim of every block."""
 
+from dataclasses import replace
 from functools import cache
 from itertools import combinations
 
@@ -12,10 +13,11 @@ from planloom.blocks import BlockGraph, find_blocks, find_segments
 from planloom.blocks.segments import block_fingerprint
 from planloom.capture import batch_spec, capture, load_model, tensors_of
 from planloom.capture.rules.custom import rule_source
+from planloom.errors import VerificationError
 from planloom.execute import Interpreter, local_slice
 from planloom.graph import RANDOM_STATE, Graph
 from planloom.plan import named_plan, parse_named
-from planloom.program import build_program, verify_program
+from planloom.program import Collective, build_program, verify_program
 from tests.emulation import Emulation
 from tests.models import build, lifted, loss_of
 from tests.torch.captured import Captured, of
@@ -170,3 +172,22 @@ def test_deeper_models_have_no_more_distinct_segments(name: str) -> None:
         assert len(segments) >= num_layers - 1
         found.append({segment.fingerprint for segment in segments})
     assert len(found[0]) == len(found[1]) <= 6
+
+
+def test_rows_are_moved_by_their_own_mask_or_not_at_all() -> None:
+    """A program that moves the rows of experts without their mask, or by that of another layer, is refused."""
+    model = in_float64("mixtral")[0]
+    spec = batch_spec(build("zoo/mixtral", torch.float64)[1])
+    program = build_program(model.blocks, named_plan(model.blocks, parse_named("dp=2,experts"), batch=spec))
+    stage = program.stages[0]
+    moves = [(name, i, c) for name, body in stage.bodies.items() for i, c in enumerate(body)
+             if isinstance(c, Collective) and c.rows is not None]  # fmt: skip
+    masks = {c.rows for _, _, c in moves}
+    assert len(moves) == 8  # two layers, to the experts and back, forward and backward
+    for name, i, move in moves:
+        for rows in (None, *sorted(masks - {move.rows})):
+            body = list(stage.bodies[name])
+            body[i] = replace(move, rows=rows)
+            broken = replace(stage, bodies={**stage.bodies, name: tuple(body)})
+            with pytest.raises(VerificationError):
+                verify_program(model.blocks, replace(program, stages=(broken,)))
