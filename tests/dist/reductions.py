@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from planloom.cluster import Cluster, Device, Level, Link, Shape
-from planloom.collective import Choice, find_reductions
+from planloom.collective import Choice, Step, find_reductions
 from planloom.execute.reduce import Reducer
 from planloom.execute.wire import Wire
 from planloom.layout import Digit, Layout, Mesh, Placement, mesh_of
@@ -77,3 +77,17 @@ def change(rank: int, mesh: Mesh, choice: Choice, local: list[torch.Tensor]) -> 
     result = Reducer(wire, choice, mesh).run(local[rank])
     wire.close()
     return result
+
+
+def of_complex_numbers(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the sum, the pieces one after another) of a complex array on two ranks."""
+    wire = Wire(rank, timeout_seconds=30)
+    wire.create_groups([(0, 1)])
+    own = torch.complex(torch.arange(4.0) + rank, torch.arange(4.0) * (rank + 1))
+    steps = [
+        Step(kind="all_reduce", groups=((0, 1),), shape=(2,), along=(), into=()),
+        Step(kind="all_gather", groups=((0, 1),), shape=(2,), along=(0,), into=()),
+    ]
+    results = tuple(wire.run_steps((step,), own, (4,))() for step in steps)
+    wire.close()
+    return results[0], results[1]

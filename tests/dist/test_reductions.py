@@ -11,7 +11,15 @@ import torch
 
 from planloom.collective import find_reductions
 from planloom.layout import Layout, Mesh
-from tests.dist.reductions import all_reduce, change, choices, cluster_of, contribution, placed
+from tests.dist.reductions import (
+    all_reduce,
+    change,
+    choices,
+    cluster_of,
+    contribution,
+    of_complex_numbers,
+    placed,
+)
 from tests.dist.workers import Pool, free_port
 
 SHARED = cluster_of((2, 1e7, True, "crossbar"), (2, 1e8, False, "crossbar"))
@@ -128,3 +136,10 @@ def test_a_dead_peer_is_an_error_on_all_ranks_within_the_limit(how: str) -> None
         for process in processes:
             process.kill()
             process.communicate()
+
+
+def test_complex_numbers_travel_as_pairs(pools: dict[int, Pool]) -> None:
+    own = [torch.complex(torch.arange(4.0) + rank, torch.arange(4.0) * (rank + 1)) for rank in range(2)]
+    for total, gathered in pools[2].run(of_complex_numbers):
+        assert torch.equal(total, own[0] + own[1])
+        assert torch.equal(gathered, torch.cat(own))

@@ -352,6 +352,11 @@ def _(draw: Draw) -> Call:
     return Call([X(source), draw(st.sampled_from((2.0, 1.0))), some_dims(draw, len(source)), draw(st.booleans())])
 
 
+@example("planloom.root")
+def _(draw: Draw) -> Call:
+    return Call([X(shape(draw))])
+
+
 @example("planloom.statistic_max")
 def _(draw: Draw) -> Call:
     source = shape(draw)

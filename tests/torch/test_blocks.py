@@ -83,12 +83,14 @@ def test_a_gpt_layer_keeps_the_fused_map_apart_from_attention() -> None:
     assert names[-5:] == ["head", "loss:max", "loss:statistics", "loss:pick", "loss"]
     assert [name.removeprefix("layers.1") for name in names if name.startswith("layers.1")] == [
         ".norm1:statistics",
+        ".norm1:statistics#2",
         ".norm1:apply",
         ".attention.qkv",
         ".attention:apply",
         ".attention:attention",
         ".attention.out",
         ".norm2:statistics",
+        ".norm2:statistics#2",
         ".norm2:apply",
         ".up",
         ":apply",

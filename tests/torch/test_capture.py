@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from examples.models.gpt import GPT, GPTConfig
 from planloom.blocks import find_blocks
 from planloom.capture import batch_spec, capture, capture_from_spec
+from planloom.capture.batch import arguments_from_spec
 from planloom.errors import CaptureError
 from planloom.execute import Interpreter, RunVjp
 from planloom.graph import Graph, fingerprint
@@ -258,6 +259,64 @@ MUST_NOT_DIFFER: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]
     "some columns": (lambda m, x: m.map(x)[:, torch.tensor([0, 3, 3])].pow(3).sum(), dict),
     "repeated": (lambda m, x: (m.map(x).repeat(2, 1).pow(2) * torch.arange(16.0)[:, None]).sum(), dict),
     "interleaved": (lambda m, x: (m.map(x).repeat_interleave(2, 1) * torch.arange(12.0)).pow(2).sum(), dict),
+    "a squared error of two shapes": (lambda m, x: F.mse_loss(m.map(x), torch.ones(8, 6)), dict),
+    "an absolute error": (lambda m, x: F.l1_loss(m.map(x), torch.ones(8, 6)), dict),
+    "indices from the end": (lambda m, x: m.map(x)[:, torch.tensor([-1, 0])].pow(3).sum(), dict),
+    "one of each row, from the end": (
+        lambda m, x: m.map(x)[torch.arange(8), torch.tensor([-1] * 8)].pow(2).sum(),
+        dict,
+    ),
+    "one of every second row": (
+        lambda m, x: m.map(x)[torch.arange(0, 8, 2), torch.tensor([1, 0, 2, 5])].pow(2).sum(),
+        dict,
+    ),
+    "complex numbers": (
+        lambda m, x: (
+            torch.view_as_real(
+                torch.view_as_complex(m.map(x).view(8, 3, 2)) * torch.polar(torch.ones(3), torch.arange(3.0))
+            )
+            .pow(3)
+            .sum()
+        ),
+        dict,
+    ),
+    "cross entropy of images": (
+        lambda m, x: F.cross_entropy(m.map(x).view(2, 3, 8), torch.arange(16).view(2, 8) % 3),
+        dict,
+    ),
+    "batch norm without statistics": (
+        lambda m, x: (m.norm(m.map(x)) + m.map(x)).pow(3).sum(),
+        lambda: {"norm": nn.BatchNorm1d(6, track_running_stats=False)},
+    ),
+    "keys tiled over queries": (
+        lambda m, x: (
+            (
+                lambda q: F.scaled_dot_product_attention(
+                    q.view(1, 4, 4, 3),
+                    *[q[:4].reshape(1, 2, 4, 3).unsqueeze(1).expand(1, 2, 2, 4, 3).reshape(1, 4, 4, 3)] * 2,
+                )
+            )(m.map(x))
+            .pow(2)
+            .sum()
+        ),
+        dict,
+    ),
+    "a mask that adds one": (
+        lambda m, x: (
+            F.scaled_dot_product_attention(
+                *[m.map(x).view(1, 2, 4, 6)] * 3,
+                attn_mask=(torch.arange(4)[None, None, None, :] <= torch.arange(4)[None, None, :, None]).float(),
+            )
+            .pow(2)
+            .sum()
+        ),
+        dict,
+    ),
+    "attention without heads": (
+        lambda m, x: F.scaled_dot_product_attention(*[m.map(x).view(2, 4, 6)] * 3, is_causal=True).pow(2).sum(),
+        dict,
+    ),
+    "variance and mean": (lambda m, x: (lambda v, a: (v * a).sum())(*torch.var_mean(m.map(x), 1)), dict),
     "a squared error": (lambda m, x: F.mse_loss(m.map(x), torch.ones(8, 6)), dict),
     "a norm by torch": (lambda m, x: F.rms_norm(m.map(x), (6,)).pow(3).sum(), dict),
     "a loss of one element": (lambda m, x: m.map(x).sum().reshape(1), dict),
@@ -335,6 +394,12 @@ def test_the_fingerprint_knows_infinity_from_minus_infinity() -> None:
             {"table": nn.Embedding(9, 4, scale_grad_by_freq=True)},
             "scale_grad_by_freq",
             id="gradients scaled by frequency",
+        ),
+        pytest.param(
+            lambda m, x: m.table(x.long().abs()).sum(),
+            {"table": nn.Embedding(9, 4, max_norm=1.0)},
+            "(?s)max_norm writes into its parameter",
+            id="an embedding that is normalized in place",
         ),
         pytest.param(
             lambda m, x: m.table(x.long().abs()).sum(),
@@ -450,6 +515,68 @@ def test_a_tensor_alone_is_a_batch() -> None:
 def test_errors_name_the_module_and_the_line() -> None:
     with pytest.raises(CaptureError, match=r"(?s)boolean mask.*in the model, File .*test_capture.py.*line \d+"):
         capture(Model(lambda m, x: m.map(x)[x.sum(1) > 0].sum()), batch())
+
+
+def test_a_branch_on_a_value_names_module_and_line_and_torch_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    class Branch(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x if x.sum() > 0 else -x
+
+    model = Model(lambda m, x: m.branch(m.map(x)).sum(), branch=Branch())
+    with pytest.raises(CaptureError, match=r"(?s)branch, File .*test_capture.py\", line \d+.*torch.where") as caught:
+        capture(model, batch())
+    assert "--debug" not in str(caught.value)
+    assert "unhinted" not in str(caught.value)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_failure_in_a_layer_of_torchs_names_it(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(CaptureError, match=r"(?s)given:    map, File .*test_capture.py"):
+        capture(Model(lambda m, x: m.map(x[:, :3]).sum()), batch())
+    assert capfd.readouterr() == ("", "")
+
+
+def checkpointed(model: Any, x: Tensor) -> Tensor:
+    return torch.utils.checkpoint.checkpoint(lambda y: y @ model.map.weight, model.map(x), use_reentrant=True).sum()
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attributes:UserWarning")  # torch's, of what nn.LSTM does
+@pytest.mark.parametrize(
+    ("finish", "message"),
+    [
+        (lambda m, x: m.rnn(x)[0].sum(), r"recurrent layers are not supported: aten.lstm.*rnn, File .*test_capture.py"),
+        (lambda m, x: m.map(x).median(-1).values.sum(), r"aten.median.dim has 2 results.*to do:    use sort"),
+        (lambda m, x: torch.aminmax(m.map(x), dim=1)[0].sum(), r"has 2 results.*use amin and amax"),
+        (without_grad, r"no_grad.*in map, File .*test_capture.py"),
+        (checkpointed, r"reentrant.*File .*test_capture.py.*use_reentrant=False"),
+    ],
+)
+def test_refusals_say_what_to_use_instead(finish: Callable[..., Any], message: str) -> None:
+    with pytest.raises(CaptureError, match=f"(?s){message}"):
+        capture(Model(finish, rnn=nn.LSTM(4, 4)), batch())
+
+
+def test_a_dict_with_a_loss_is_a_loss() -> None:
+    model = Model(lambda m, x: {"loss": m.map(x).sum(), "logits": x})
+    assert capture(model, batch()) == capture(Model(lambda m, x: m.map(x).sum()), batch())
+
+
+def test_arguments_without_names_are_refused() -> None:
+    class Star(nn.Module):
+        def forward(self, *tensors: Tensor) -> Tensor:
+            return tensors[0].sum()
+
+    with pytest.raises(CaptureError, match=r"(?s)takes \*tensors.*to do:.*wrap the model"):
+        capture(Star(), (torch.zeros(2),))
+
+
+def test_a_spec_keeps_empty_lists_and_dicts() -> None:
+    arguments = {"x": torch.zeros(8, 4), "options": {}, "more": {"a": [], "b": ({}, 1)}}
+    assert {**arguments_from_spec(batch_spec(arguments)), "x": 0} == {
+        "x": 0,
+        "options": {},
+        "more": {"a": (), "b": ({}, 1)},
+    }
 
 
 def test_the_public_name_is_a_function_even_where_the_package_was_imported_first() -> None:

@@ -12,7 +12,14 @@ from torch import Tensor, nn
 
 from planloom.capture import capture
 from planloom.capture.rules import trials
-from planloom.capture.rules.custom import dimension_rule, forget_rule, known_rules, registered, rule_source
+from planloom.capture.rules.custom import (
+    dimension_rule,
+    forget_rule,
+    known_rules,
+    registered,
+    require_registered_rules,
+    rule_source,
+)
 from planloom.capture.rules.discover import DiscoveryCache, discover, explain
 from planloom.capture.rules.written import Call, attach_rule
 from planloom.cli.rules import operator_rules, rules_command
@@ -370,11 +377,11 @@ def test_a_file_that_is_loaded_twice_registers_its_rules_twice() -> None:
     for _ in range(2):
         dimension_rule(ROWS, "row column!, row -> row column!")
 
-        @dimension_rule(f"{LIBRARY}::other")
+        @dimension_rule(f"{LIBRARY}::noisy")
         def other(call: Call) -> str:
             return "a -> a"
 
-    forget_rule(f"{LIBRARY}::other")
+    forget_rule(f"{LIBRARY}::noisy")
 
 
 def test_rules_that_are_refused() -> None:
@@ -385,6 +392,10 @@ def test_rules_that_are_refused() -> None:
         dimension_rule("scale_rows", "a -> a")
     with pytest.raises(CaptureError, match="is not notation"):
         dimension_rule(ROWS, "row column")
+    with pytest.raises(CaptureError, match="is not notation"):
+        dimension_rule(ROWS, "row column, row --> (row column")
+    with pytest.raises(CaptureError, match=rf"(?s)torch has no operator.*did you mean {ROWS}"):
+        dimension_rule(f"{LIBRARY}::scale_row", "a -> a")
     dimension_rule(ROWS, "row column, row -> row column")
     with pytest.raises(CaptureError, match=r"(?s)has two rules.*'row column, row -> row column' and 'a b, a -> a b'"):
         dimension_rule(ROWS, "a b, a -> a b")
@@ -393,7 +404,7 @@ def test_rules_that_are_refused() -> None:
 @pytest.mark.parametrize(
     ("text", "fields", "message"),
     [
-        ("row column -> row column", {}, "has 2 dims"),
+        ("row column -> row column", {}, "2 terms for 3 tensors"),
         ("row column, column -> row column", {}, "does not fit shape"),
         ("row column, row -> row column", {"linear": ((2,),)}, "linear in inputs"),
     ],
@@ -500,6 +511,50 @@ def test_a_model_with_an_operator_of_the_users() -> None:
     dimension_rule(ROWS, "row column!, row -> row column!", linear=((0,), (1,)))
     (op,) = [op for op in captured_rows().ops if op.target == ROWS]
     assert str(op.rule) == "row column!, row -> row column!"
+
+
+@pytest.mark.parametrize(
+    ("text", "linear", "message"),
+    [
+        ("row column, row -> row column", (), "factor 'column' cannot be split.*the results differ"),
+        ("row column!, row -> row column!", ((0, 1),), r"not linear in inputs \[0, 1\].*the results differ"),
+        ("row column!, other! -> row column!", (), "factor 'row' cannot be split.*the operator fails on a part"),
+    ],
+)
+def test_a_registered_rule_that_does_not_hold(text: str, linear: tuple[tuple[int, ...], ...], message: str) -> None:
+    dimension_rule(ROWS, text, linear=linear)
+    with pytest.raises(CaptureError, match=f"(?s)registered for {ROWS} does not hold: .*{message}.*to do:"):
+        captured_rows()
+
+
+def test_a_registered_rule_with_products_of_factors_is_tried() -> None:
+    case = build("aten.pixel_shuffle.default", [X((4, 18, 6, 4)), 3])
+
+    def ruled(*fixed: str) -> Op:
+        text = "b (c i j) h w -> b c (h i) (w j)"
+        for name in fixed:
+            text = text.replace(name, f"{name}!")
+        shapes = [case.tensors[name].shape for name in (*case.op.inputs, *case.op.outputs)]
+        return replace(case.op, rule=notate(text, *shapes, sizes={"c": 2, "i": 3, "j": 3, "h": 6, "w": 4}))
+
+    dimension_rule("aten::pixel_shuffle", "a -> a")
+    try:
+        require_registered_rules([ruled("i", "j")], case.tensors)
+        assert rule_source(case.op.target) == "registered"
+        with pytest.raises(CaptureError, match="factor 'i' cannot be split"):
+            require_registered_rules([ruled("j")], case.tensors)
+    finally:
+        forget_rule("aten::pixel_shuffle")
+
+
+def test_a_registered_rule_that_cannot_be_tried_is_said_to_be_unchecked() -> None:
+    case = build(f"{LIBRARY}.noisy.default", [X((4, 6))])
+    dimension_rule(case.op.target, "a b -> a b")
+    try:
+        require_registered_rules([replace(case.op, rule=attach_rule(case.op, case.tensors))], case.tensors)
+        assert rule_source(case.op.target) == "registered, not checked"
+    finally:
+        forget_rule(case.op.target)
 
 
 def test_the_rules_of_a_model() -> None:

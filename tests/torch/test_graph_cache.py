@@ -18,6 +18,7 @@ from examples.models.gpt import GPT, GPTConfig, batch_for
 from planloom.capture import cache as cache_module
 from planloom.capture import capture
 from planloom.capture.cache import cached_capture, capture_key
+from planloom.errors import CaptureError
 from planloom.graph import Graph
 
 CONFIG = GPTConfig(num_layers=2)
@@ -129,7 +130,9 @@ def test_losses_are_told_apart_by_text_and_by_what_they_hold() -> None:
     model, batch = gpt(), batch_for(CONFIG, 2)
     assert capture_key(model, batch, scaled(2.0)) == capture_key(model, batch, scaled(2.0))
     assert capture_key(model, batch, scaled(2.0)) != capture_key(model, batch, scaled(3.0))
-    assert capture_key(model, batch, eval("lambda output: output")) is None
+    written = [capture_key(model, batch, eval(f"lambda output: output * {factor}")) for factor in (2, 3)]
+    assert None not in written
+    assert written[0] != written[1]
 
 
 def test_what_has_no_description_is_captured_every_time(tmp_path: Path, graph: Graph) -> None:
@@ -186,6 +189,133 @@ def test_the_key_depends_on_the_text_of_the_code_and_of_what_it_imports(
             sys.modules.pop(name, None)
     assert None not in keys
     assert len(set(keys)) == 3
+
+
+# --- live code -------------------------------------------------------------------------------------------------------
+
+FACTOR = 2
+SETTINGS: dict[str, Any] = {"factor": 2}
+OPAQUE: Any = None
+
+
+class Base(nn.Linear):
+    factor = 2
+
+    def scale(self) -> float:
+        return 1.0
+
+
+class Live(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return (super().forward(x) * self.factor * _factor() * self.scale()).sum()
+
+
+class Opaque(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if OPAQUE else super().forward(x)
+
+
+def _factor() -> int:
+    return FACTOR * int(SETTINGS["factor"])
+
+
+def _key(cls: type[nn.Module]) -> str | None:
+    return capture_key(cls(4, 4), {"input": torch.ones(2, 4)})
+
+
+def _closing_over(factor: int) -> type[nn.Module]:
+    class Closing(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).sum() * factor
+
+    return Closing
+
+
+def test_the_key_depends_on_what_a_class_closes_over() -> None:
+    keys = [_key(_closing_over(factor)) for factor in (2, 3, 2)]
+    assert None not in keys
+    assert keys[0] == keys[2] != keys[1]
+
+
+def test_the_key_depends_on_live_code_attributes_and_globals(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = sys.modules[__name__]
+    keys = [_key(Live)]
+    assert _key(Live) == keys[0]
+    for change in (
+        lambda: monkeypatch.setattr(Base, "factor", 3),
+        lambda: monkeypatch.setattr(Base, "scale", lambda self: 2.0),
+        lambda: monkeypatch.setattr(here, "FACTOR", 3),
+        lambda: monkeypatch.setitem(SETTINGS, "factor", 3),
+        lambda: monkeypatch.setattr(here, "_factor", lambda: FACTOR + 1),
+        lambda: monkeypatch.setattr(Live, "forward", lambda self, x: nn.Linear.forward(self, x).mean()),
+        lambda: monkeypatch.setattr(nn.Linear, "forward", lambda self, x: x @ self.weight),
+    ):
+        change()
+        keys.append(_key(Live))
+    assert None not in keys
+    assert len(set(keys)) == len(keys)
+
+
+class Importing(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        import cache_late  # type: ignore[import-not-found]
+
+        return super().forward(x) * cache_late.FACTOR
+
+
+def test_the_key_depends_on_what_a_function_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = [_key(Importing)]
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for text in ("FACTOR = 2", "FACTOR = 3", "FACTOR = 3; OTHER = 4"):
+        (tmp_path / "cache_late.py").write_text(text)
+        importlib.invalidate_caches()
+        assert _key(Importing) is None  # it is there, and nobody knows what it will be
+        _load(tmp_path / "cache_late.py")
+        keys.append(_key(Importing))
+        sys.modules["cache_late"].FACTOR = 5  # type: ignore[attr-defined]
+        keys.append(_key(Importing))
+        del sys.modules["cache_late"]
+    assert None not in keys
+    assert len(set(keys)) == len(keys)
+
+
+def test_a_global_without_a_description_has_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _key(Opaque) is not None
+    monkeypatch.setattr(sys.modules[__name__], "OPAQUE", torch.Generator())
+    assert _key(Opaque) is None
+    assert _key(Live) is not None
+
+
+def test_a_cached_graph_is_refused_for_a_model_with_hooks(tmp_path: Path, graph: Graph) -> None:
+    cached(tmp_path, graph)
+    model = gpt()
+    model.norm.weight.register_hook(_double)
+    with pytest.raises(CaptureError, match=r"norm\.weight"):
+        cached(tmp_path, graph, model)
+
+
+@pytest.mark.slow
+def test_the_key_depends_on_patches_of_installed_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers")
+    llama = sys.modules[transformers.LlamaForCausalLM.__module__]
+    settings = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8, "vocab_size": 128}
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings, use_cache=False))
+
+    def key() -> str | None:
+        return capture_key(model, {"input_ids": torch.ones(2, 8, dtype=torch.long)})
+
+    keys = [key()]
+    capture(model, {"input_ids": torch.ones(2, 8, dtype=torch.long)}, loss=lambda output: output.logits.sum())
+    assert key() == keys[0]
+    monkeypatch.setattr(llama, "rotate_half", lambda x: x)
+    keys.append(key())
+    monkeypatch.setattr(llama.LlamaMLP, "forward", lambda self, x: self.down_proj(self.up_proj(x)))
+    keys.append(key())
+    monkeypatch.setitem(llama.ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", _double)
+    keys.append(key())
+    assert None not in keys
+    assert len(set(keys)) == len(keys)
 
 
 @pytest.mark.slow

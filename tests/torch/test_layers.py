@@ -1,5 +1,7 @@
 """Stamped layers: the graph is that of a full trace, whatever the layers do, and the model is left as it was."""
 
+import copy
+import operator
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,9 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_full_backward_hook
 
 from examples.models.gpt import GPT, GPTConfig, batch_for
 from planloom.capture import capture
+from planloom.capture.layers.stubs import Group, stamping_layers
 from planloom.errors import CaptureError
 from planloom.graph import Graph
 
@@ -177,6 +181,16 @@ class ByNumber(Layer):
         return super().forward(x) * 2 if self.number > 2 else super().forward(x)
 
 
+class ByNumberInDict(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2 if self.__dict__["number"] > 2 else super().forward(x)
+
+
+class ByNumberInVars(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2 if {**vars(self)}["number"] > 2 else super().forward(x)
+
+
 class Remembering(Layer):
     def forward(self, x: Tensor) -> Tensor:
         self.seen = x * 2
@@ -255,6 +269,8 @@ class KeepingInputs(Stack):
     ("stack", "layer"),
     [
         (Stack, ByNumber),
+        (Stack, ByNumberInDict),
+        (Stack, ByNumberInVars),
         (Collecting, Remembering),
         (KeepingInputs, Writing),
         (Stack, Counting),
@@ -271,6 +287,67 @@ def test_a_hook_inside_one_layer() -> None:
     model = Stack(*(Layer(i) for i in range(NUM_LAYERS)))
     model.layers[4].up.register_forward_hook(lambda module, args, output: output * 2)
     assert runs_of(model) == 2 + 1
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda d: d["number"],
+        lambda d: d.get("number"),
+        lambda d: dict(d)["number"],
+        lambda d: {**d}["number"],
+        lambda d: {"number": 0} | d,
+        lambda d: d | {},
+        lambda d: {}.update(d),
+        lambda d: d.copy(),
+        lambda d: list(d.values()),
+        operator.itemgetter("number"),
+        lambda d: "{number}".format(**d),
+        copy.copy,
+        repr,
+    ],
+)
+def test_every_way_of_reading_a_number_is_seen(read: Callable[[dict[str, Any]], Any]) -> None:
+    layers = [Layer(i) for i in range(3)]
+    with stamping_layers(Stack(*layers), {}, shells=False) as calls:
+        watched, group = vars(layers[0]), Group()
+        calls._active = group
+        assert watched["training"]
+        assert len(watched) == len(list(watched))
+        assert not group.refused
+        read(watched)
+        assert group.refused == "reads its number number"
+    assert type(vars(layers[0])) is dict
+
+
+def test_backward_hooks_are_refused() -> None:
+    def tripled(*gradients: Any) -> Any:
+        return tuple(g * 3 for g in gradients[1])
+
+    for register, given in (
+        (lambda m: m.embed.register_full_backward_hook(tripled), "module embed"),
+        (lambda m: m.register_full_backward_hook(tripled), "module Stack"),
+        (lambda m: m.layers[1].up.register_full_backward_pre_hook(tripled), r"module layers\.1\.up"),
+        (lambda m: m.embed.weight.register_hook(tripled), r"parameter embed\.weight"),
+        (lambda m: m.embed.weight.register_post_accumulate_grad_hook(tripled), r"parameter embed\.weight"),
+        (lambda m: register_module_full_backward_hook(tripled), "all modules"),
+    ):
+        model = Stack(Layer(0), Layer(1))
+        handle = register(model)
+        try:
+            with pytest.raises(CaptureError, match=given):
+                capture(model, BATCH)
+        finally:
+            handle.remove()
+    capture(model, BATCH)
+
+
+def test_forward_hooks_are_traced() -> None:
+    plain, hooked = (Stack(*(Layer(i) for i in range(3))) for _ in range(2))
+    hooked.layers[1].register_forward_hook(lambda module, args, output: output * 2)
+    hooked.embed.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    assert len(both(hooked, BATCH).ops) == len(both(plain, BATCH).ops) + 1
+    assert "add" in str([op.target for op in both(hooked, BATCH).given])
 
 
 def test_attributes_that_the_parent_sets() -> None:

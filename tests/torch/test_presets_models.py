@@ -141,6 +141,30 @@ def test_a_wrong_name_or_override_is_an_error_that_says_what_is_right(source: st
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (":fails", r"raises KeyError.*KeyError: 'x' \(.*models.py, line 2\)"),
+        ("", r"not named.*use one of \S*models.py:fails, \S*models.py:small$"),
+        (":", r"not named.*use one of"),
+        (":NUMBER", r"has no 'NUMBER'"),
+        (":small", r"does not return a model and a batch"),
+    ],
+)
+def test_a_factory_that_fails_is_an_error_with_its_line(tmp_path: Path, name: str, message: str) -> None:
+    path = tmp_path / "models.py"
+    path.write_text("def fails():\n    raise KeyError('x')\ndef small(): pass\ndef more(n): pass\nNUMBER = 1\n")
+    with pytest.raises(CaptureError, match=f"(?s){message}"):
+        load_model(f"{path}{name}")
+
+
+def test_a_file_that_is_no_python_is_an_error_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "models.py"
+    path.write_text("x = 1\ndef small(:\n")
+    with pytest.raises(CaptureError, match=r"(?s)raises SyntaxError.*line 2"):
+        load_model(f"{path}:small")
+
+
 # Configurations of Hugging Face
 
 

@@ -25,11 +25,16 @@ def keyword_arguments(model: nn.Module, batch: Batch) -> dict[str, Any]:
     if isinstance(batch, Mapping):
         return dict(batch)
     positional = (batch,) if isinstance(batch, Tensor) else tuple(batch)
-    names = [
-        name
-        for name, parameter in inspect.signature(model.forward).parameters.items()
-        if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-    ]
+    parameters = inspect.signature(model.forward).parameters
+    names = [name for name, p in parameters.items() if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    star = next((name for name, p in parameters.items() if p.kind is inspect.Parameter.VAR_POSITIONAL), None)
+    if len(positional) > len(names) and star is not None:
+        raise CaptureError(
+            f"{type(model).__name__}.forward takes *{star}, and the tensors of a batch need names",
+            given=f"forward{inspect.signature(model.forward)} and {len(positional)} positional arguments",
+            required="a name for every argument of the batch",
+            todo=f"name them, forward(self, x, y) for forward(self, *{star}), or wrap the model in a module that does",
+        )
     if len(positional) > len(names):
         raise CaptureError(
             f"{type(model).__name__} takes fewer positional arguments than the batch has",
@@ -40,12 +45,14 @@ def keyword_arguments(model: nn.Module, batch: Batch) -> dict[str, Any]:
     return dict(zip(names, positional, strict=False))
 
 
-def leaves(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Name → leaf, in the order of the arguments."""
+def leaves(arguments: Mapping[str, Any], *, with_empty: bool = False) -> dict[str, Any]:
+    """Name → leaf, in the order of the arguments; `with_empty`: empty lists, tuples and dicts are leaves too."""
     found: dict[str, Any] = {}
 
     def visit(name: str, value: Any) -> None:
-        if isinstance(value, Mapping):
+        if with_empty and isinstance(value, Mapping | list | tuple) and not value:
+            found[name] = value
+        elif isinstance(value, Mapping):
             for key, item in value.items():
                 visit(f"{name}.{key}", item)
         elif isinstance(value, list | tuple):
@@ -75,7 +82,7 @@ def batch_spec(batch: Batch, model: nn.Module | None = None) -> dict[str, tuple[
             raise TypeError("a batch of positional arguments has no names without its model: batch_spec(batch, model)")
         batch = keyword_arguments(model, batch)
     spec: dict[str, tuple[tuple[int, ...], str]] = {}
-    for name, leaf in leaves(batch).items():
+    for name, leaf in leaves(batch, with_empty=True).items():
         if isinstance(leaf, Tensor):
             spec[name] = (tuple(leaf.shape), str(leaf.dtype).removeprefix("torch."))
         else:
@@ -86,6 +93,8 @@ def batch_spec(batch: Batch, model: nn.Module | None = None) -> dict[str, tuple[
 def _as_json(name: str, value: Any) -> str:
     if value is None or isinstance(value, bool | int | float | str):
         return msgspec.json.encode(value).decode()
+    if isinstance(value, Mapping | list | tuple) and not value:
+        return "{}" if isinstance(value, Mapping) else "[]"
     raise CaptureError(
         f"{name!r} of the batch is neither a tensor nor a plain value",
         given=type(value).__name__,
@@ -111,8 +120,10 @@ def arguments_from_spec(spec: Spec) -> dict[str, Any]:
 
 
 def _tuples(value: Any) -> Any:
-    """Dicts with the keys 0, 1, … were tuples."""
-    if not isinstance(value, dict):
+    """Dicts with the keys 0, 1, … were tuples; so were lists, which are empty here."""
+    if isinstance(value, list):
+        return tuple(value)
+    if not isinstance(value, dict) or not value:
         return value
     items = {key: _tuples(item) for key, item in value.items()}
     if list(items) == [str(i) for i in range(len(items))]:

@@ -148,6 +148,12 @@ def _split(t: Translator, node: fx.Node) -> Result:
     return names
 
 
+@_form("aten.broadcast_tensors.default")
+def _broadcast_tensors(t: Translator, node: fx.Node) -> Result:
+    listed: Any = node.args[0]
+    return [_expanded(t, t.name(part), value.shape) for part, value in zip(listed, _val(node), strict=True)]
+
+
 @_form("aten.unbind.int")
 def _unbind(t: Translator, node: fx.Node) -> Result:
     source, dim = t.name(node.args[0]), _argument(node, 1, 0, "dim")  # type: ignore[arg-type]
@@ -302,13 +308,24 @@ def _index(t: Translator, node: fx.Node) -> Result:
             required="a fixed shape",
             todo="use torch.where(mask, x, 0) instead of x[mask]",
         )
+    shape = t.tensors[source].shape
     if len(given) == 1:
-        return _taken(t, source, given[0][0], t.name(given[0][1]))
-    if len(given) == 2 and [dim for dim, _ in given] == [0, 1] and _val(given[1][1]).dim() == 1:
+        dim, index = given[0]
+        return _taken(t, source, dim, _not_negative(t, t.name(index), shape[dim]))
+    if [dim for dim, _ in given] == [0, 1] and all(_val(index).shape == shape[:1] for _, index in given):
         first = t.producer(t.name(given[0][1]))
-        if first is not None and _counts_rows(first, t.tensors[source].shape[0]):
-            return _picked_rows(t, source, t.name(given[1][1]))
+        if first is not None and _counts_rows(first, shape[0]):
+            return _picked_rows(t, source, _not_negative(t, t.name(given[1][1]), shape[1]))
     return None
+
+
+def _not_negative(t: Translator, index: str, size: int) -> str:
+    """Indices that count from the end, as [] takes them and other operators do not, counted from the start."""
+    shape = t.tensors[index].shape
+    is_negative = t.emit("aten.lt.Scalar", [reference(index), 0], shape, torch.bool)
+    shifted = t.emit("aten.add.Tensor", [reference(index), size], shape, torch.int64)
+    args: list[Arg] = [reference(is_negative), reference(shifted), reference(index)]
+    return t.emit("aten.where.self", args, shape, torch.int64)
 
 
 def _taken(t: Translator, source: str, dim: int, index: str) -> str:
@@ -325,7 +342,8 @@ def _counts_rows(op: Any, num_rows: int) -> bool:
     """Is this arange(num_rows)?"""
     if op.target == "aten.arange.default":
         return bool(op.args[0] == num_rows)
-    return bool(op.target in ("aten.arange.start", "aten.arange.start_step") and list(op.args[:2]) == [0, num_rows])
+    is_range = op.target in ("aten.arange.start", "aten.arange.start_step")
+    return bool(is_range and list(op.args[:2]) == [0, num_rows] and op.args[2:] in ((), (1,)))
 
 
 def _picked_rows(t: Translator, source: str, index: str) -> str:
@@ -375,6 +393,18 @@ def _extreme(t: Translator, node: fx.Node) -> Result:
 # -- reductions
 
 
+@_form("aten.var_mean.correction")
+def _var_mean(t: Translator, node: fx.Node) -> Result:
+    source, dims = reference(t.name(node.args[0])), t.arg(_argument(node, 1, None, "dim"))  # type: ignore[arg-type]
+    keep, (variance, mean) = bool(node.kwargs.get("keepdim", False)), _val(node)
+    dims = dims if dims is not None else list(range(_val(node.args[0]).dim()))
+    kwargs = {"correction": t.arg(node.kwargs.get("correction")), "keepdim": keep}
+    return [
+        t.emit("aten.var.correction", [source, dims], variance.shape, variance.dtype, kwargs),
+        t.emit("aten.mean.dim", [source, dims, keep], mean.shape, mean.dtype),
+    ]
+
+
 @_form("aten.adaptive_avg_pool1d.default", "aten.adaptive_avg_pool2d.default")
 def _pool(t: Translator, node: fx.Node) -> Result:
     if any(size != 1 for size in node.args[1]):  # type: ignore[union-attr]
@@ -412,6 +442,15 @@ LOSSES: dict[str, Form] = {
 }
 
 
+@_form("aten.embedding_renorm.default", "aten.embedding_renorm_.default")
+def _embedding_renorm(t: Translator, node: fx.Node) -> Result:
+    raise t.error(
+        "an embedding with max_norm writes into its parameter",
+        required="a forward pass that leaves parameters as they are",
+        todo="leave out max_norm, and normalize what the embedding returns",
+    )
+
+
 @_form("aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default", "aten.convolution.default")
 def _convolution(t: Translator, node: fx.Node) -> Result:
     """Without the number of groups: it follows from the shapes, of a piece as of the whole."""
@@ -438,13 +477,21 @@ def _each(value: Any, count: int) -> list[int]:
     return values * count if len(values) == 1 else values
 
 
-@_form("aten._native_batch_norm_legit_functional.default", "aten._native_batch_norm_legit_no_training.default")
+@_form(
+    "aten._native_batch_norm_legit_functional.default",
+    "aten._native_batch_norm_legit_no_training.default",
+    "aten._native_batch_norm_legit.no_stats",
+)
 def _batch_norm(t: Translator, node: fx.Node) -> Result:
-    """Batch norm by its parts; in training the running statistics are results, too."""
-    source, weight, bias, running_mean, running_var = (None if a is None else t.name(a) for a in node.args[:5])  # type: ignore[arg-type]
-    training = str(node.target).endswith("functional.default")
-    momentum, eps = node.args[6 if training else 5], node.args[7 if training else 6]
-    shape, dtype = t.tensors[source].shape, t.tensors[source].dtype  # type: ignore[index]
+    """Batch norm by its parts, in float32 at least; in training the running statistics are results, too."""
+    has_running = not str(node.target).endswith("no_stats")
+    training = not str(node.target).endswith("no_training.default")
+    tensors: list[Any] = [None if a is None else t.name(a) for a in node.args[: 5 if has_running else 3]]  # type: ignore[arg-type]
+    source, weight, bias, running_mean, running_var = [*tensors, None, None][:5]
+    momentum, eps = (node.args[-2], node.args[-1])
+    wide = torch.promote_types(_val(node.args[0]).dtype, torch.float32)
+    source = _cast(t, source, wide)
+    shape, dtype = t.tensors[source].shape, t.tensors[source].dtype
     column = (1, shape[1], *[1] * (len(shape) - 2))
 
     def emit(target: str, *args: Any, shape: Sequence[int] = column) -> str:
@@ -465,7 +512,8 @@ def _batch_norm(t: Translator, node: fx.Node) -> Result:
         result = emit("aten.mul.Tensor", result, reshaped(t, weight, column), shape=shape)
     if bias is not None:
         result = emit("aten.add.Tensor", result, reshaped(t, bias, column), shape=shape)
-    if not training:
+    result = _cast(t, result, _val(node)[0].dtype)
+    if not training or not has_running:
         return [result, None, None]
     count = prod(shape) // shape[1]
     updated = []
@@ -521,14 +569,14 @@ def _bernoulli(t: Translator, node: fx.Node) -> Result:
 @_form("aten.scaled_dot_product_attention.default")
 def _attention(t: Translator, node: fx.Node) -> Result:
     """With dropout: products, softmax and dropout one by one, for the fused operator draws its own numbers."""
-    p = float(_argument(node, 4, 0.0, "dropout_p"))
+    p, rank = float(_argument(node, 4, 0.0, "dropout_p")), _val(node).dim()
     if not p:
-        return None
+        return _attention_of_one_head(t, node) if rank == 3 else None
     q, k, v = (t.name(node.args[i]) for i in range(3))  # type: ignore[arg-type]
     mask, is_causal = _argument(node, 3, None, "attn_mask"), _argument(node, 5, False, "is_causal")
     scale = _argument(node, 6, None, "scale")
     shape, keys, dtype = t.tensors[q].shape, t.tensors[k].shape, t.tensors[q].dtype
-    group = shape[1] // keys[1]
+    group = shape[1] // keys[1] if rank == 4 else 1
     if group > 1:
         k, v = (_grouped(t, name, group) for name in (k, v))
         keys = t.tensors[k].shape
@@ -546,10 +594,24 @@ def _attention(t: Translator, node: fx.Node) -> Result:
             scores = _masked(t, scores, name)
         else:
             scores = t.emit("aten.add.Tensor", [reference(scores), reference(name)], grid, dtype)
-    weights = t.emit("aten.softmax.int", [reference(scores), -1], grid, dtype)
+    weights = t.emit("aten._safe_softmax.default", [reference(scores), -1], grid, dtype)
     kept = dropped(t, weights, p)
     out = [*shape[:-1], t.tensors[v].shape[-1]]
     return t.emit("aten.matmul.default", [reference(kept), reference(v)], out, dtype)
+
+
+def _attention_of_one_head(t: Translator, node: fx.Node) -> str:
+    """Attention [batch, sequence, size]: the same with one head."""
+    args: list[Arg] = [reference(_unsqueezed(t, t.name(a), 1)) for a in node.args[:3]]  # type: ignore[arg-type]
+    rest = [t.arg(a) for a in node.args[3:]]
+    kwargs = {key: t.arg(value) for key, value in node.kwargs.items()}
+    mask = rest[0] if rest else kwargs.get("attn_mask")
+    if isinstance(mask, str) and len(t.tensors[mask[1:]].shape) == 3:
+        raised = reference(_unsqueezed(t, mask[1:], 1))
+        rest, kwargs = ([raised, *rest[1:]], kwargs) if rest else (rest, {**kwargs, "attn_mask": raised})
+    batch, length, size = _val(node).shape
+    name = t.emit(str(node.target), [*args, *rest], (batch, 1, length, size), _val(node).dtype, kwargs)
+    return reshaped(t, name, _val(node).shape)
 
 
 def _masked(t: Translator, scores: str, mask: str) -> str:

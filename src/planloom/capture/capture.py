@@ -6,10 +6,15 @@ factors. Nothing is computed: tensors are fake, and a model on the `meta` device
 """
 
 import logging
+import re
+import sysconfig
+import traceback
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -20,6 +25,7 @@ from planloom.capture.batch import Batch, Spec, arguments_from_spec, keyword_arg
 from planloom.capture.expand import expand
 from planloom.capture.experts import our_experts
 from planloom.capture.guards import (
+    refuse_backward_hooks,
     refuse_hidden_no_grad,
     refusing_own_backwards,
     without_cache,
@@ -29,12 +35,20 @@ from planloom.capture.guards import (
 from planloom.capture.layers import expand_stamps, stamping_layers
 from planloom.capture.restore import restore_attention
 from planloom.capture.rules import attach_rules
-from planloom.capture.translate import translate
+from planloom.capture.rules.custom import require_registered_rules
+from planloom.capture.translate import is_machinery, translate
 from planloom.errors import CaptureError
 from planloom.graph import Graph, Op, refine_factors
 
 LossFunction = Callable[[Any], torch.Tensor]
 _LOG = logging.getLogger(__name__)
+_FOR_DEVELOPERS = re.compile(r"(?i)file an issue|report (this|a bug)|github\.com/pytorch|TORCH_LOGS|TORCHDYNAMO_")
+_PYTHON = sysconfig.get_path("stdlib")
+_LOUD_LOGS = (
+    "torch.fx.experimental.symbolic_shapes",
+    "torch._export.non_strict_utils",
+    "torch._subclasses.fake_tensor",
+)
 
 
 class _WithLoss(nn.Module):
@@ -46,13 +60,19 @@ class _WithLoss(nn.Module):
 
     def forward(self, **batch: Any) -> torch.Tensor:
         output = self.model(**batch)
-        loss = self.loss(output) if self.loss else getattr(output, "loss", output)
+        loss: Any
+        if self.loss:
+            loss = self.loss(output)
+        elif isinstance(output, Mapping) and "loss" in output:
+            loss = output["loss"]
+        else:
+            loss = getattr(output, "loss", output)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             shown = f"{type(loss).__name__}{list(loss.shape) if isinstance(loss, torch.Tensor) else ''}"
             raise CaptureError(
                 "the model does not return a scalar loss",
                 given=shown,
-                required="a scalar tensor, or an output with a scalar `.loss`",
+                required="a scalar tensor, or an output with a scalar `.loss` or `['loss']`",
                 todo="pass loss=…, a function from the model's output to a scalar, or put labels into the batch",
             )
         return loss if loss.dim() == 0 else loss.reshape(())
@@ -63,6 +83,7 @@ def capture(model: nn.Module, batch: Batch, *, loss: LossFunction | None = None,
 
     Repeated layers are traced twice and stamped; `stamp=False` traces them all, for the same graph.
     """
+    refuse_backward_hooks(model, loss)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     arguments = keyword_arguments(model, batch)
     example = tree_map_only(torch.Tensor, lambda tensor: torch.empty_like(tensor, device=device), arguments)
@@ -80,7 +101,9 @@ def _graph(program: ExportedProgram, model: nn.Module, inputs: list[str]) -> Gra
             required="at least one",
             todo="return the loss of the model's output, and leave requires_grad on",
         )
-    tensors, ops = refine_factors(graph.tensors, attach_rules(graph.ops, graph.tensors))
+    ruled = attach_rules(graph.ops, graph.tensors)
+    require_registered_rules(ruled, graph.tensors)
+    tensors, ops = refine_factors(graph.tensors, ruled)
     return replace(graph, tensors=tensors, ops=_producers_first(ops))
 
 
@@ -91,22 +114,62 @@ def _export(model: nn.Module, example: dict[str, Any], *, stamp: bool) -> Export
     except CaptureError:
         raise
     except Exception as error:  # torch.export raises many types; each is the user's to repair
-        lines = str(error).strip().splitlines()
+        on_values = "data-dependent" in str(error) or "DataDependent" in type(error).__name__
+        todo = "torch.where instead of a branch on values, numbers as arguments instead of .item()"
         raise CaptureError(
             f"{type(model.model).__name__} cannot be captured",
-            given=f"{type(error).__name__}: {lines[0] if lines else ''} (batch: {', '.join(example)})",
+            given=f"{_place(error, model)}{type(error).__name__}: {_message(error)} (batch: {', '.join(example)})",
             required="a batch that the model takes, and no control flow or shape that depends on values",
-            todo="try model(**batch) first; --debug shows torch's full message with the line of user code",
+            todo=todo if on_values else "try model(**batch) first; torch's own error is the cause of this one",
         ) from error
 
 
+def _place(error: Exception, model: nn.Module) -> str:
+    """The module and the line of user code at which an error was raised, with a semicolon; nothing if not known."""
+    names = {id(module): name.removeprefix("model").removeprefix(".") for name, module in model.named_modules()}
+    module, line = "", ""
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        summary = traceback.FrameSummary(frame.f_code.co_filename, number, frame.f_code.co_name)
+        module = names.get(id(frame.f_locals.get("self")), module) or module
+        is_pythons = summary.filename.startswith(_PYTHON) and "site-packages" not in summary.filename
+        if not is_pythons and not is_machinery(f'"{summary.filename}"'):
+            line = f'File "{summary.filename}", line {number}, in {summary.name}: {summary.line}'
+    return f"{module or 'the model'}, {line}; " if line else ""
+
+
+def _message(error: Exception) -> str:
+    """The first line of an error's message, without what torch says to its developers."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    first = next((line for line in lines if not _FOR_DEVELOPERS.search(line)), "")
+    return re.sub(r"\s*\((unhinted|Size-like symbols): [^)]*\)+\.?", "", first).strip()
+
+
 def _trace(model: nn.Module, example: dict[str, Any]) -> ExportedProgram:
-    with warnings.catch_warnings(), refusing_own_backwards():
+    with warnings.catch_warnings(), refusing_own_backwards(), _quiet_export():
         # torch 2.13.0's own use of a deprecated class, nothing that a user could change
         warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
         program = torch.export.export(model, (), example, strict=False)
         refuse_hidden_no_grad(program)
         return program.run_decompositions({})
+
+
+@contextmanager
+def _quiet_export() -> Iterator[None]:
+    """Without the log and the graph that torch.export prints before it raises: the error says what is to be known."""
+
+    def is_quiet(record: logging.LogRecord) -> bool:
+        return record.levelno < logging.WARNING
+
+    logs = [logging.getLogger(name) for name in _LOUD_LOGS]
+    for log in logs:
+        log.addFilter(is_quiet)
+    try:
+        # torch 2.13.0 prints the graph to stderr; `print` of that one module, so that the model's own is heard
+        with patch("torch.export._trace.print", lambda *_, **__: None, create=True):
+            yield
+    finally:
+        for log in logs:
+            log.removeFilter(is_quiet)
 
 
 def _trace_stamped(model: nn.Module, example: dict[str, Any]) -> ExportedProgram | None:

@@ -3,7 +3,7 @@
 | original                  | stands as                                                                   |
 |---------------------------|-----------------------------------------------------------------------------|
 | linear, addmm, convolution with bias | product, then bias (a partial product must be reduced before the bias) |
-| layer_norm                | sum and sum of squares, then normalization                                  |
+| layer_norm                | sum, sum of squares around the mean, then normalization                     |
 | rms_norm                  | sum of squares, then normalization                                          |
 | softmax, log_softmax      | maximum, sum of exponentials, then normalization                            |
 | linalg_vector_norm        | sum of squares, then its root                                               |
@@ -60,6 +60,7 @@ class _Builder:
         shape: tuple[int, ...],
         *,
         dtype: str = "",
+        like: str = "",
         expansion: int = -1,
         kwargs: dict[str, Arg] | None = None,
     ) -> str:
@@ -78,7 +79,7 @@ class _Builder:
             module=origin.module,
             expansion=expansion,
         )
-        dtype = dtype or self.tensors[origin.outputs[0]].dtype
+        dtype = dtype or self.tensors[like or origin.outputs[0]].dtype
         self.tensors[name] = Tensor(name=name, shape=shape, dtype=dtype)
         if all(name in self.given_names for name in inputs):
             self.given.append(replace(op, expansion=-1))
@@ -122,55 +123,82 @@ def _convolution(b: _Builder, op: Op) -> bool:
     return True
 
 
+class _Form:
+    """The parts of an expansion, in float32 where the original's own sums are: for bfloat16 and float16."""
+
+    def __init__(self, b: _Builder, op: Op, args: list[Arg], *, target: str = "") -> None:
+        self.b, self.op = b, op
+        self.narrow = b.tensors[op.inputs[0]].dtype if b.tensors[op.inputs[0]].dtype in _NARROW else ""
+        self.dtype = "float32" if self.narrow else b.tensors[op.inputs[0]].dtype
+        self.number = b.begin(target or op.target, args, {}, op.outputs[0])
+
+    def __call__(self, suffix: str, target: str, args: list[Arg], shape: tuple[int, ...]) -> str:
+        return self.b.emit(self.op, suffix, target, args, shape, dtype=self.dtype, expansion=self.number)
+
+    def wide(self, x: Arg) -> Arg:
+        """An input in the dtype of the sums."""
+        return self._cast("wide", x, self.dtype) if self.narrow else x
+
+    def finish(self, target: str, args: list[Arg], shape: tuple[int, ...]) -> None:
+        """The last part, in the original's dtype."""
+        if self.narrow:
+            self._cast("", self("result", target, args, shape), self.b.tensors[self.op.outputs[0]].dtype)
+        else:
+            self("", target, args, shape)
+
+    def _cast(self, suffix: str, x: Arg, dtype: str) -> str:
+        shape, kwargs = self.b.tensors[x[1:]].shape, {"dtype": f"torch.{dtype}"}
+        return self.b.emit(
+            self.op, suffix, "aten._to_copy.default", [x], shape, dtype=dtype, expansion=self.number, kwargs=kwargs
+        )
+
+
+_NARROW = ("bfloat16", "float16")
+
+
 def _layer_norm(b: _Builder, op: Op) -> bool:
-    x, normalized = op.args[0], op.args[1]
+    """The mean, then the mean of squares around it: one reduction would cancel where the mean is large."""
+    normalized = op.args[1]
     shape = b.tensors[op.inputs[0]].shape
     dims = list(range(-len(normalized), 0))
     weight, bias, eps = _positional(op, 2, None), _positional(op, 3, None), _positional(op, 4, 1e-5)
     size, one = prod(normalized), (*shape[: -len(dims)], *[1] * len(dims))
-    e = b.begin(op.target, list(op.args[:5]), {}, op.outputs[0])
-
-    def emit(suffix: str, target: str, args: list[Arg], out_shape: tuple[int, ...], finish: bool = False) -> str:
-        return b.emit(op, "" if finish else suffix, target, args, out_shape, expansion=e)
-
-    total = emit("sum", "aten.sum.dim_IntList", [x, dims, True], one)
-    square = emit("square", "aten.mul.Tensor", [x, x], shape)
-    squares = emit("squares", "aten.sum.dim_IntList", [square, dims, True], one)
-    mean = emit("mean", "aten.mul.Tensor", [total, 1 / size], one)
-    mean2 = emit("mean2", "aten.mul.Tensor", [mean, mean], one)
-    moment = emit("moment", "aten.mul.Tensor", [squares, 1 / size], one)
-    variance = emit("variance", "aten.sub.Tensor", [moment, mean2], one)
-    padded = emit("padded", "aten.add.Tensor", [variance, eps], one)
-    scale = emit("scale", "aten.rsqrt.default", [padded], one)
-    centered = emit("centered", "aten.sub.Tensor", [x, mean], shape)
-    result = emit("scaled", "aten.mul.Tensor", [centered, scale], shape, finish=weight is None and bias is None)
-    if weight is not None:
-        result = emit("weighted", "aten.mul.Tensor", [result, weight], shape, finish=bias is None)
-    if bias is not None:
-        emit("biased", "aten.add.Tensor", [result, bias], shape, finish=True)
+    form = _Form(b, op, list(op.args[:5]))
+    x = form.wide(op.args[0])
+    total = form("sum", "aten.sum.dim_IntList", [x, dims, True], one)
+    mean = form("mean", "aten.mul.Tensor", [total, 1 / size], one)
+    centered = form("centered", "aten.sub.Tensor", [x, mean], shape)
+    square = form("square", "aten.mul.Tensor", [centered, centered], shape)
+    squares = form("squares", "aten.sum.dim_IntList", [square, dims, True], one)
+    variance = form("variance", "aten.mul.Tensor", [squares, 1 / size], one)
+    padded = form("padded", "aten.add.Tensor", [variance, eps], one)
+    scale = form("scale", "aten.rsqrt.default", [padded], one)
+    last: tuple[str, list[Arg]] = ("aten.mul.Tensor", [centered, scale])
+    for suffix, target, parameter in (("scaled", "aten.mul.Tensor", weight), ("weighted", "aten.add.Tensor", bias)):
+        if parameter is not None:
+            last = (target, [form(suffix, *last, shape), parameter])
+    form.finish(*last, shape)
     return True
 
 
 def _rms_norm(b: _Builder, op: Op) -> bool:
-    x, normalized = op.args[0], op.args[1]
+    normalized = op.args[1]
     tensor = b.tensors[op.inputs[0]]
     weight, eps = _positional(op, 2, None), _positional(op, 3, None)
     eps = _EPSILON[tensor.dtype] if eps is None else eps
     dims = list(range(-len(normalized), 0))
     size, one = prod(normalized), (*tensor.shape[: -len(dims)], *[1] * len(dims))
-    e = b.begin(op.target, list(op.args), {}, op.outputs[0])
-
-    def emit(suffix: str, target: str, args: list[Arg], out_shape: tuple[int, ...]) -> str:
-        return b.emit(op, suffix, target, args, out_shape, expansion=e)
-
-    square = emit("square", "aten.mul.Tensor", [x, x], tensor.shape)
-    squares = emit("squares", "aten.sum.dim_IntList", [square, dims, True], one)
-    moment = emit("moment", "aten.mul.Tensor", [squares, 1 / size], one)
-    padded = emit("padded", "aten.add.Tensor", [moment, eps], one)
-    scale = emit("scale", "aten.rsqrt.default", [padded], one)
-    result = emit("scaled" if weight is not None else "", "aten.mul.Tensor", [x, scale], tensor.shape)
+    form = _Form(b, op, list(op.args))
+    x = form.wide(op.args[0])
+    square = form("square", "aten.mul.Tensor", [x, x], tensor.shape)
+    squares = form("squares", "aten.sum.dim_IntList", [square, dims, True], one)
+    moment = form("moment", "aten.mul.Tensor", [squares, 1 / size], one)
+    padded = form("padded", "aten.add.Tensor", [moment, eps], one)
+    scale = form("scale", "aten.rsqrt.default", [padded], one)
+    last: list[Arg] = [x, scale]
     if weight is not None:
-        emit("", "aten.mul.Tensor", [result, weight], tensor.shape)
+        last = [form("scaled", "aten.mul.Tensor", last, tensor.shape), weight]
+    form.finish("aten.mul.Tensor", last, tensor.shape)
     return True
 
 
@@ -180,22 +208,28 @@ def _softmax(b: _Builder, op: Op) -> bool:
     shape = b.tensors[op.inputs[0]].shape
     if isinstance(dtype, str) and dtype.removeprefix("torch.") != b.tensors[op.inputs[0]].dtype:
         x = b.emit(op, "cast", "aten._to_copy.default", [x], shape, kwargs={"dtype": dtype})
+        op = replace(op, args=(x, dim), kwargs={}, inputs=(x[1:],))
     one = tuple(1 if i == dim % len(shape) else size for i, size in enumerate(shape))
-    e = b.begin(op.target, [x, dim], {}, op.outputs[0])
-
-    def emit(suffix: str, target: str, args: list[Arg], out_shape: tuple[int, ...]) -> str:
-        return b.emit(op, suffix, target, args, out_shape, expansion=e)
-
-    top = emit("max", "planloom.statistic_max", [x, dim], one)
-    shifted = emit("shifted", "aten.sub.Tensor", [x, top], shape)
-    exponential = emit("exp", "aten.exp.default", [shifted], shape)
-    total = emit("sum", "aten.sum.dim_IntList", [exponential, [dim], True], one)
+    form = _Form(b, op, [x, dim])
+    x = form.wide(x)
+    top = form("max", "planloom.statistic_max", [x, dim], one)
+    is_safe = "safe" in op.target  # zeros, not NaN, where everything is masked
+    if is_safe:
+        top = form("finite", "aten.clamp_min.default", [top, -_LARGEST], one)
+    shifted = form("shifted", "aten.sub.Tensor", [x, top], shape)
+    exponential = form("exp", "aten.exp.default", [shifted], shape)
+    total = form("sum", "aten.sum.dim_IntList", [exponential, [dim], True], one)
+    if is_safe:
+        total = form("some", "aten.clamp_min.default", [total, _SMALLEST], one)
     if "log" in op.target:
-        log = emit("log", "aten.log.default", [total], one)
-        emit("", "aten.sub.Tensor", [shifted, log], shape)
+        form.finish("aten.sub.Tensor", [shifted, form("log", "aten.log.default", [total], one)], shape)
     else:
-        emit("", "aten.div.Tensor", [exponential, total], shape)
+        form.finish("aten.div.Tensor", [exponential, total], shape)
     return True
+
+
+_LARGEST, _SMALLEST = 3e38, 1e-38
+"""Of float32, nearly."""
 
 
 def _vector_norm(b: _Builder, op: Op) -> bool:
@@ -203,12 +237,11 @@ def _vector_norm(b: _Builder, op: Op) -> bool:
     shape = b.tensors[op.inputs[0]].shape
     if order != 2 or op.kwargs.get("dtype") is not None:
         return False
-    e = b.begin(op.target, list(op.args), {}, op.outputs[0])
-    square = b.emit(op, "square", "aten.mul.Tensor", [op.args[0], op.args[0]], shape, expansion=e)
-    out = b.tensors[op.outputs[0]].shape
-    args: list[Arg] = [square, dims or list(range(len(shape))), keep]
-    total = b.emit(op, "squares", "aten.sum.dim_IntList", args, out, expansion=e)
-    b.emit(op, "", "aten.sqrt.default", [total], out, expansion=e)
+    form = _Form(b, op, list(op.args))
+    x, out = form.wide(op.args[0]), b.tensors[op.outputs[0]].shape
+    square = form("square", "aten.mul.Tensor", [x, x], shape)
+    total = form("squares", "aten.sum.dim_IntList", [square, dims or list(range(len(shape))), keep], out)
+    form.finish("planloom.root", [total], out)
     return True
 
 
@@ -220,43 +253,51 @@ def _cross_entropy(b: _Builder, op: Op) -> bool:
     logits, labels = op.args[0], op.args[1]
     weight, reduction, ignored = _positional(op, 2, None), _positional(op, 3, 1), _positional(op, 4, -100)
     smoothing = _positional(op, 5, 0.0)
-    shape = b.tensors[op.inputs[0]].shape
-    mean, total = 1, 2
-    if weight is not None or reduction not in (mean, total) or len(shape) != 2 or len(b.tensors[labels[1:]].shape) != 1:
+    shape, mean, total = b.tensors[op.inputs[0]].shape, 1, 2
+    by_class = b.tensors[labels[1:]].is_float
+    if weight is not None or reduction not in (mean, total) or by_class or len(shape) < 2:
         raise CaptureError(
             f"this form of cross_entropy is not supported, in {op.module or 'the model'}",
-            given=f"class weights {weight}, reduction {reduction}, logits {shape}",
-            required="logits [tokens, classes], labels [tokens], no class weights, reduction mean or sum",
-            todo="flatten batch and sequence: F.cross_entropy(logits.flatten(0, 1), labels.flatten())",
+            given=f"logits {shape}, {'probabilities' if by_class else 'class numbers'} as labels, "
+            f"class weights: {'no' if weight is None else 'yes'}, reduction {('none', 'mean', 'sum')[reduction]}",
+            required="class numbers as labels, no class weights, reduction mean or sum",
+            todo="write it with log_softmax, gather and sum",
         )
-    rows, column, dtype = (shape[0],), (shape[0], 1), b.tensors[op.inputs[0]].dtype
+    if len(shape) > 2:  # [samples, classes, …]: the classes last, all else in one dim
+        turned = (shape[0], *shape[2:], shape[1])
+        order = [0, *range(2, len(shape)), 1]
+        logits = b.emit(op, "turned", "aten.permute.default", [logits, order], turned, like=op.inputs[0])
+        shape = (prod(turned[:-1]), shape[1])
+        logits = b.emit(op, "rows", "aten.reshape.default", [logits, list(shape)], shape, like=op.inputs[0])
+        labels = b.emit(op, "labels", "aten.reshape.default", [labels, [shape[0]]], (shape[0],), dtype="int64")
+        op = replace(op, inputs=(logits[1:], labels[1:]))
+    rows, column = (shape[0],), (shape[0], 1)
     counted = b.emit(op, "counted", "aten.ne.Scalar", [labels, ignored], rows, dtype="bool")
-    cast = {"dtype": f"torch.{dtype}"}
-    share = b.emit(op, "share", "aten._to_copy.default", [counted], rows, dtype=dtype, kwargs=cast)
+    wide = "float32" if b.tensors[op.inputs[0]].dtype in _NARROW else b.tensors[op.inputs[0]].dtype
+    cast = {"dtype": f"torch.{wide}"}
+    share = b.emit(op, "share", "aten._to_copy.default", [counted], rows, dtype=wide, kwargs=cast)
     if reduction == mean:
-        count = b.emit(op, "count", "aten.sum.default", [share], (), dtype=dtype)
-        share = b.emit(op, "weight", "aten.div.Tensor", [share, count], rows, dtype=dtype)
-    e = b.begin("planloom.weighted_cross_entropy", [logits, labels, share, ignored, smoothing], {}, op.outputs[0])
-
-    def emit(suffix: str, target: str, args: list[Arg], out_shape: tuple[int, ...]) -> str:
-        return b.emit(op, suffix, target, args, out_shape, dtype=dtype, expansion=e)
-
-    top = emit("max", "planloom.statistic_max", [logits, 1], column)
-    shifted = emit("shifted", "aten.sub.Tensor", [logits, top], shape)
-    exponential = emit("exp", "aten.exp.default", [shifted], shape)
-    total_exp = emit("sum", "aten.sum.dim_IntList", [exponential, [1], True], column)
-    picked = emit("picked", "planloom.pick", [logits, labels], rows)
-    log = emit("log", "aten.log.default", [total_exp], column)
-    normalizer = emit("normalizer", "aten.add.Tensor", [log, top], column)
-    flat = emit("flat", "aten.squeeze.dim", [normalizer, 1], rows)
+        count = b.emit(op, "count", "aten.sum.default", [share], (), dtype=wide)
+        share = b.emit(op, "weight", "aten.div.Tensor", [share, count], rows, dtype=wide)
+    args = [logits, labels, share, ignored, smoothing]
+    form = _Form(b, op, args, target="planloom.weighted_cross_entropy")
+    logits = form.wide(logits)
+    top = form("max", "planloom.statistic_max", [logits, 1], column)
+    shifted = form("shifted", "aten.sub.Tensor", [logits, top], shape)
+    exponential = form("exp", "aten.exp.default", [shifted], shape)
+    total_exp = form("sum", "aten.sum.dim_IntList", [exponential, [1], True], column)
+    picked = form("picked", "planloom.pick", [logits, labels], rows)
+    log = form("log", "aten.log.default", [total_exp], column)
+    normalizer = form("normalizer", "aten.add.Tensor", [log, top], column)
+    flat = form("flat", "aten.squeeze.dim", [normalizer, 1], rows)
     if smoothing:
-        everything = emit("everything", "aten.sum.dim_IntList", [logits, [1]], rows)
-        spread = emit("spread", "aten.mul.Tensor", [everything, smoothing / shape[1]], rows)
-        sharp = emit("sharp", "aten.mul.Tensor", [picked, 1 - smoothing], rows)
-        picked = emit("smooth", "aten.add.Tensor", [sharp, spread], rows)
-    losses = emit("losses", "aten.sub.Tensor", [flat, picked], rows)
-    weighted = emit("weighted", "aten.mul.Tensor", [losses, share], rows)
-    emit("", "aten.sum.default", [weighted], ())
+        everything = form("everything", "aten.sum.dim_IntList", [logits, [1]], rows)
+        spread = form("spread", "aten.mul.Tensor", [everything, smoothing / shape[1]], rows)
+        sharp = form("sharp", "aten.mul.Tensor", [picked, 1 - smoothing], rows)
+        picked = form("smooth", "aten.add.Tensor", [sharp, spread], rows)
+    losses = form("losses", "aten.sub.Tensor", [flat, picked], rows)
+    weighted = form("weighted", "aten.mul.Tensor", [losses, share], rows)
+    form.finish("aten.sum.default", [weighted], ())
     return True
 
 
@@ -271,6 +312,7 @@ _EXPANDED = {
     "aten.rms_norm.default": _rms_norm,
     "aten.softmax.int": _softmax,
     "aten._softmax.default": _softmax,
+    "aten._safe_softmax.default": _softmax,
     "aten.log_softmax.int": _softmax,
     "aten._log_softmax.default": _softmax,
     "aten.linalg_vector_norm.default": _vector_norm,

@@ -15,8 +15,10 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
+from torch.nn.modules.module import _global_backward_hooks, _global_backward_pre_hooks
 from torch.overrides import TorchFunctionMode
 
+from planloom.capture.translate import place_of
 from planloom.errors import CaptureError
 
 
@@ -38,7 +40,7 @@ def refusing_own_backwards() -> Iterator[None]:
     def refuse_hook(tensor: torch.Tensor, hook: Any) -> Any:
         raise CaptureError(
             "a tensor hook changes gradients, and a capture loses it",
-            given=f"register_hook({getattr(hook, '__name__', hook)!r}) in the forward pass",
+            given=f"a hook {getattr(hook, '__name__', hook)!r} registered in the forward pass",
             required="a forward pass without hooks on tensors",
             todo="change the value instead of its gradient, or the gradient in the optimizer",
         )
@@ -46,8 +48,38 @@ def refusing_own_backwards() -> Iterator[None]:
     with (
         patch.object(torch.autograd.Function, "apply", classmethod(guarded_apply)),
         patch.object(torch.Tensor, "register_hook", refuse_hook),
+        patch.object(torch.Tensor, "register_post_accumulate_grad_hook", refuse_hook),
     ):
         yield
+
+
+def refuse_backward_hooks(model: nn.Module, loss: Any = None) -> None:
+    """Refuse hooks on gradients that were registered before the capture; hooks of the forward pass are traced."""
+    given = None
+    if _global_backward_hooks or _global_backward_pre_hooks:
+        given = "a backward hook on all modules (torch.nn.modules.module.register_module_full_backward_hook)"
+    for part in (model, loss):
+        if isinstance(part, nn.Module) and given is None:
+            given = _backward_hook(part)
+    if given is not None:
+        raise CaptureError(
+            "a backward hook sees or changes gradients, and a capture loses it",
+            given=given,
+            required="modules and parameters without backward hooks",
+            todo="remove it (handle.remove()); change gradients in the optimizer, or values in a forward hook",
+        )
+
+
+def _backward_hook(model: nn.Module) -> str | None:
+    """The first hook on a gradient, in words."""
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            return f"a backward hook on module {name or type(model).__name__}"
+    for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in tensors:
+            if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+                return f"a gradient hook on {kind} {name}"
+    return None
 
 
 @contextmanager
@@ -123,9 +155,17 @@ def refuse_hidden_no_grad(program: ExportedProgram) -> None:
         if any(source.name in trainable for source in node.all_input_nodes):
             trainable.add(node.name)
             if node.op == "call_function" and "set_grad_enabled" in str(node.target) and node.args[0] is False:
+                inside = next((n for n in _region(program, node) if n.meta.get("stack_trace")), node)
+                if "torch/utils/checkpoint.py" in (inside.meta.get("stack_trace") or ""):
+                    raise CaptureError(
+                        "reentrant checkpointing runs the forward pass without gradients, which a capture loses",
+                        given=f"torch.utils.checkpoint in {place_of(inside)}",
+                        required="checkpointing without reentrance, or none",
+                        todo="pass use_reentrant=False to checkpoint (or gradient_checkpointing_kwargs)",
+                    )
                 raise CaptureError(
                     "a torch.no_grad() region of the forward pass computes with parameters",
-                    given=f"it reads {', '.join(n.name for n in _tensors(node))} in {_module(node)}",
+                    given=f"it reads {', '.join(n.name for n in _tensors(node))} in {place_of(inside)}",
                     required="a forward pass in which gradients are cut by detach alone",
                     todo="replace `with torch.no_grad():` by .detach() on what the region returns",
                 )
@@ -135,6 +175,7 @@ def _tensors(node: fx.Node) -> list[fx.Node]:
     return [source for source in node.all_input_nodes if source.op != "get_attr"]
 
 
-def _module(node: fx.Node) -> str:
-    stack = node.meta.get("nn_module_stack") or {}
-    return str(list(stack.values())[-1][0]).removeprefix("model").removeprefix(".") if stack else "the model"
+def _region(program: ExportedProgram, node: fx.Node) -> list[fx.Node]:
+    """The operators of a region with its own setting of gradients."""
+    found = program.graph_module.get_submodule(str(node.args[1].target))  # type: ignore[union-attr]
+    return [inside for inside in found.graph.nodes if inside.op == "call_function"]  # type: ignore[union-attr]

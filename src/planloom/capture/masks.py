@@ -41,14 +41,14 @@ def find_bands(ops: Sequence[Op], tensors: Mapping[str, Tensor]) -> dict[str, Ba
     bands: dict[str, Band] = {}
     for op in ops:
         name = op.outputs[0]
-        if any(source not in known and source not in bands for source in op.inputs) or "random" in op.target:
+        if any(source not in known and source not in bands for source in op.inputs):
             continue
         small = tensors[name].shape == () or _numel(tensors[name]) <= _LARGEST_COMPUTED
         if small and all(source in known for source in op.inputs) and op.target.startswith("aten."):
             known[name] = _compute(op, known)
             if known[name].dtype == torch.bool and bool(known[name].all()):
                 bands[name] = Band()
-        band = _band(op, known, bands, tensors)
+        band = _band(op, known, bands, tensors) if tensors[name].dtype == "bool" else None
         if band is not None:
             bands[name] = band
     return bands

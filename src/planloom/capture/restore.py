@@ -26,7 +26,8 @@ def restore_attention(graph: Graph) -> Graph:
             args: list[Arg] = [*op.args, *[op.kwargs.get(name) for name in _NAMES[len(op.args) :]]]
             args[4], args[5] = args[4] or 0.0, bool(args[5])
             query, key = (graph.tensors[op.inputs[i]] for i in range(2))
-            band = bands.get(args[3][1:]) if is_reference(args[3]) else None
+            is_mask = is_reference(args[3]) and graph.tensors[args[3][1:]].dtype == "bool"
+            band = bands.get(args[3][1:]) if is_mask else None
             if band is not None and band.is_everywhere:
                 args[3] = None
             elif band is not None and band.is_causal and query.shape[-2] == key.shape[-2]:
@@ -53,7 +54,7 @@ def _repeated(makers: dict[str, Op], graph: Graph, name: str) -> str:
         name = op.inputs[0]
     wide, source = graph.tensors[chain[1].outputs[0]].shape, graph.tensors[name].shape
     flat = graph.tensors[chain[0].outputs[0]].shape
-    is_plain = len(source) == 4 and wide == (*source[:2], wide[2], *source[2:])
+    is_plain = len(source) == 4 and chain[2].args[1] % 5 == 2 and wide == (*source[:2], wide[2], *source[2:])
     return name if is_plain and flat == (source[0], source[1] * wide[2], *source[2:]) else ""
 
 

@@ -25,6 +25,16 @@ _DROPPED_KWARGS = ("device", "layout", "pin_memory", "non_blocking", "memory_for
 _LARGEST_CONSTANT = 1 << 14
 _PREFIX = "model."
 _TORCH = os.path.dirname(torch.__file__)
+_RECURRENT = ("aten.lstm", "aten.gru", "aten.rnn_", "aten._thnn_fused_", "aten.mkldnn_rnn_layer")
+_INSTEAD = {  # for operators with several results
+    "var_mean": "var and mean",
+    "std_mean": "std and mean",
+    "aminmax": "amin and amax",
+    "median": "sort and the element in the middle",
+    "nanmedian": "sort and the element in the middle",
+    "kthvalue": "topk or sort",
+    "max_pool2d_with_indices": "max_pool2d without indices",
+}
 
 
 def translate(program: ExportedProgram, model: nn.Module, inputs: Sequence[str]) -> Graph:
@@ -244,6 +254,12 @@ class Translator:
 
     def _refuse(self, node: fx.Node, target: str) -> None:
         tags = getattr(node.target, "tags", ())
+        if target.startswith(_RECURRENT):
+            raise self.error(
+                f"recurrent layers are not supported: {target}",
+                required="layers without a hidden state of their own (nn.LSTM, nn.GRU and nn.RNN have one)",
+                todo="write the steps as a loop with torch operators, or use attention or convolution instead",
+            )
         if torch.Tag.nondeterministic_seeded in tags and not target.startswith("aten.scaled_dot_product_attention"):
             raise self.error(
                 f"random operator {target} is not supported",
@@ -251,6 +267,15 @@ class Translator:
                 todo="draw these random numbers outside the model and pass them in the batch",
             )
         value = node.meta.get("val")
+        results = [item for item in value if isinstance(item, torch.Tensor)] if isinstance(value, tuple | list) else []
+        if len(results) > 1 and all(isinstance(size, int) for item in results for size in item.shape):
+            instead = _INSTEAD.get(target.split(".")[1])
+            raise self.error(
+                f"operator {target} has {len(results)} results",
+                given=node.name,
+                required="operators with one tensor as result",
+                todo=f"use {instead}" if instead else "compute each of the results by an operator of its own",
+            )
         if not isinstance(value, torch.Tensor):
             raise self.error(
                 f"operator {target} does not return one tensor, or one whose shape depends on values",
@@ -293,13 +318,13 @@ def place_of(node: fx.Node | None) -> str:
     module = _module(node) or "the model"
     trace = (node.meta.get("stack_trace") if node is not None else None) or ""
     lines = [line.strip() for line in str(trace).splitlines()]
-    files = [i for i, line in enumerate(lines) if line.startswith("File ") and not _is_machinery(line)]
+    files = [i for i, line in enumerate(lines) if line.startswith("File ") and not is_machinery(line)]
     if not files:
         return module
     return f"{module}, {lines[files[-1]]}" + (f": {lines[files[-1] + 1]}" if files[-1] + 1 < len(lines) else "")
 
 
-def _is_machinery(line: str) -> bool:
+def is_machinery(line: str) -> bool:
     return f'"{_TORCH}' in line or "/planloom/capture/" in line
 
 

@@ -71,6 +71,12 @@ def convolution(
     return function(x, weight, bias, stride, padding, dilation, x.shape[1] // weight.shape[1])  # type: ignore[operator]
 
 
+def root(x: Tensor) -> Tensor:
+    """The square root, whose derivative at zero is zero here, as that of a norm."""
+    some = x > 0
+    return torch.where(some, torch.where(some, x, 1).sqrt(), 0)
+
+
 def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
     """True where a query may see a key: not later than itself."""
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril()
@@ -81,7 +87,7 @@ def weighted_cross_entropy(
 ) -> Tensor:
     """The sum of the tokens' losses, each with its weight."""
     losses = F.cross_entropy(logits, labels, reduction="none", ignore_index=ignored, label_smoothing=smoothing)
-    return (losses * weight).sum()
+    return (losses * weight).sum().to(logits.dtype)
 
 
 def constant(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -98,6 +104,7 @@ OWN: dict[str, Callable[..., Tensor]] = {
     "planloom.convolution": convolution,
     "planloom.dropout": dropout,
     "planloom.normal": normal,
+    "planloom.root": root,
     "planloom.topk": topk,
     "planloom.uniform": uniform,
     "planloom.constant": constant,

@@ -55,7 +55,8 @@ def dropout(
 def uniform(shape: Sequence[int], dtype: torch.dtype, number: int, state: Tensor) -> Tensor:
     """A tensor of numbers in [0, 1)."""
     index = torch.arange(prod(shape), dtype=torch.int64, device=state.device)
-    return uniform_numbers(index, number, state).to(dtype).reshape(list(shape))
+    below_one = 1 - torch.finfo(dtype).eps / 2  # a short dtype would round up to one
+    return uniform_numbers(index, number, state).to(dtype).clamp_max(below_one).reshape(list(shape))
 
 
 def normal(shape: Sequence[int], dtype: torch.dtype, number: int, state: Tensor) -> Tensor:

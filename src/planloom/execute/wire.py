@@ -79,6 +79,9 @@ class Wire:
         if local.dtype == torch.bool:  # gloo has no bool
             finish_bytes = self.run_steps(steps, local.to(torch.uint8), sizes)
             return lambda: finish_bytes().bool()
+        if local.is_complex():  # as pairs of real numbers, which have one more dim
+            finish_real = self.run_steps(steps, torch.view_as_real(local.reshape(sizes)), (*sizes, 2))
+            return lambda: torch.view_as_complex(finish_real())
         array = local.reshape(sizes) if local.numel() == prod(sizes) else local
         finish: Finish = lambda: array  # noqa: E731
         tag = self.reserve_tags(len(steps))
@@ -282,6 +285,8 @@ class Wire:
     def send(self, local: Tensor, sizes: tuple[int, ...], transfers: tuple[Transfer, ...], tag: int) -> Finish:
         """Start all messages of this device; the result is the tensor itself."""
         array, works = local.reshape(sizes), []
+        if array.is_complex():
+            array = torch.view_as_real(array)
         for transfer in transfers:
             if transfer.source == self.device:
                 part = _narrow(array, transfer.source_box).contiguous()
@@ -305,8 +310,9 @@ class Wire:
             if transfer.target == self.device:
                 shape = [stop - start for start, stop in transfer.target_box]
                 part = torch.empty(shape, dtype=dtype, device=at)
+                held = torch.view_as_real(part) if part.is_complex() else part
                 with _on_the_wire():
-                    works.append((dist.irecv(part, transfer.source, tag=tag), part, transfer.target_box))
+                    works.append((dist.irecv(held, transfer.source, tag=tag), part, transfer.target_box))
 
         def finish() -> Tensor:
             for work, part, box in works:

@@ -78,7 +78,8 @@ class Tensor:
 
     @property
     def is_float(self) -> bool:
-        return self.dtype.startswith(("float", "bfloat"))
+        """Can it carry a cotangent? Complex numbers can, too."""
+        return self.dtype.startswith(("float", "bfloat", "complex"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

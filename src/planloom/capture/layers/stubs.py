@@ -13,17 +13,18 @@ Then `stamping.expand_stamps` compares the two traced bodies and writes a copy f
 that a full trace gives, node by node. What cannot be told from two calls is not stamped: arguments or buffers that
 are written, attributes that change, results that share memory with arguments, hooks inside a layer, opaque objects as
 arguments. An integer that merely numbers the layers (`layer_idx`) is no part of the structure, as long as nobody reads
-it: a descriptor on the class watches. Outermost layers win; inside a layer that is being traced nothing is stamped.
+it: a descriptor on the class watches, and a dict that reports reads is the instance's `__dict__` meanwhile. Outermost
+layers win; inside a layer that is being traced nothing is stamped.
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial, wraps
 from itertools import islice
 from types import BuiltinFunctionType, FunctionType
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import msgspec
@@ -133,7 +134,7 @@ class Calls:
             return self._traced(group, layer, call, leaves, (args, kwargs))
         return self._stamped(group, layer, call, leaves)
 
-    def read(self, instance: dict[str, Any], name: str) -> None:
+    def read(self, name: str) -> None:
         """A number was read: within its layer's own call it counts, and no layer of this group is like another."""
         if self._active is not None:
             self._active.refused = f"reads its number {name}"
@@ -261,7 +262,7 @@ class _WatchedNumber:
     def __get__(self, instance: Any, owner: type) -> Any:
         if instance is None or self.name not in vars(instance):
             raise AttributeError(self.name)
-        self.calls.read(vars(instance), self.name)
+        self.calls.read(self.name)
         return vars(instance)[self.name]
 
     def __set__(self, instance: Any, value: Any) -> None:
@@ -269,6 +270,77 @@ class _WatchedNumber:
 
     def __delete__(self, instance: Any) -> None:
         del vars(instance)[self.name]
+
+
+class _WatchedDict(dict[str, Any]):
+    """The `__dict__` of a module with numbers: tells who reads one past the descriptor, `vars(self)["layer_idx"]`.
+
+    Python itself looks attributes up without these methods. `__iter__` is here so that `dict(d)`, `{**d}` and `update`
+    take the items by `keys` and `__getitem__`, as of any mapping.
+    """
+
+    __slots__ = ("calls", "numbers")
+
+    def __init__(self, content: dict[str, Any], numbers: set[str]) -> None:
+        super().__init__(content)
+        self.numbers, self.calls = numbers, cast("Calls | None", None)
+
+    def _read(self, names: Iterable[Any]) -> None:
+        if self.calls is not None:
+            for name in names:
+                if name in self.numbers:
+                    self.calls.read(name)
+
+    def __getitem__(self, name: str) -> Any:
+        self._read((name,))
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self._read((name,))
+        return super().get(name, default)
+
+    def pop(self, name: str, *default: Any) -> Any:
+        self._read((name,))
+        return super().pop(name, *default)
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        self._read((name,))
+        return super().setdefault(name, default)
+
+    def __iter__(self) -> Iterator[str]:
+        return super().__iter__()
+
+    def _of_all(name: str) -> Any:  # type: ignore[misc]  # noqa: N805
+        method = getattr(dict, name)
+
+        def read_all(self: "_WatchedDict", *args: Any) -> Any:
+            self._read(self.numbers)
+            return method(self, *args)
+
+        return read_all
+
+    items, values, copy, popitem = map(_of_all, ("items", "values", "copy", "popitem"))
+    __eq__, __ne__, __or__, __ror__, __repr__ = map(_of_all, ("__eq__", "__ne__", "__or__", "__ror__", "__repr__"))
+    __hash__ = None  # type: ignore[assignment]
+
+
+@contextmanager
+def _watched_dicts(layers: list[Layer]) -> Iterator[list[_WatchedDict]]:
+    """While this is open, modules with numbers have a `__dict__` that tells who reads these."""
+    numbers: dict[int, tuple[nn.Module, set[str]]] = {}
+    for layer in layers:
+        for path, name in layer.numbers:
+            module = layer.module.get_submodule(path)
+            numbers.setdefault(id(module), (module, set()))[1].add(name)
+    before = [(module, vars(module)) for module, _ in numbers.values()]
+    dicts = [_WatchedDict(vars(module), names) for module, names in numbers.values()]
+    try:
+        for (module, _), watched in zip(before, dicts, strict=True):
+            object.__setattr__(module, "__dict__", watched)
+        yield dicts
+    finally:
+        for module, original in before:
+            object.__setattr__(module, "__dict__", original)
 
 
 @contextmanager
@@ -279,12 +351,15 @@ def stamping_layers(model: nn.Module, refused: dict[Hashable, str], *, shells: b
     every parameter, read or not. Where the presumption is wrong there is an error, and the caller tries without.
     """
     layers = find_layers(model)
-    if shells:
-        layers = _with_shells(model, layers)
-    calls = Calls(layers, refused)
-    shell_of = {id(layer.module): layer.shell for layer in layers if layer.shell is not None}
     with ExitStack() as stack:
         stack.enter_context(_restored(list(model.modules())))
+        dicts = stack.enter_context(_watched_dicts(layers))  # before any dict is known by its identity
+        if shells:
+            layers = _with_shells(model, layers)
+        calls = Calls(layers, refused)
+        for watched_dict in dicts:
+            watched_dict.calls = calls
+        shell_of = {id(layer.module): layer.shell for layer in layers if layer.shell is not None}
         for parent in list(model.modules()) if shell_of else ():
             parent._modules |= {name: shell_of[id(m)] for name, m in parent._modules.items() if id(m) in shell_of}
         for cls in {type(layer.module) for layer in layers}:

@@ -116,7 +116,7 @@ def explain(
 ) -> Discovery:
     """The rule, and the reason if nothing of it can be split."""
     cache = cache if cache is not None else _IN_PROCESS
-    key = _key(op, tensors)
+    key = operator_key(op, tensors)
     pattern = cache.find(key)
     if pattern is None:
         pattern = _find(op, tensors, function, cache.read(key))
@@ -315,7 +315,7 @@ def _resolve(pattern: Pattern, op: Op, tensors: Mapping[str, Tensor]) -> Rule:
     return replace(rule, kind="contraction" if rule.contracted else "pointwise")
 
 
-def _key(op: Op, tensors: Mapping[str, Tensor]) -> str:
+def operator_key(op: Op, tensors: Mapping[str, Tensor]) -> str:
     """What a pattern depends on: the operator, its plain arguments, dtypes, and which sizes are equal, or one.
 
     Sizes up to 16 stand for themselves, larger ones for the order in which they appear: numbers among the arguments

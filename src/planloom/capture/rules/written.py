@@ -87,7 +87,7 @@ def _is_pointwise(target: str) -> bool:
     return torch.Tag.pointwise in getattr(getattr(torch.ops.aten, name), overload).tags
 
 
-@_rule("aten._to_copy.default", "aten.where.ScalarOther", "aten.where.ScalarSelf", "aten.where.Scalar")
+@_rule("aten._to_copy.default", "planloom.root", "aten.where.ScalarOther", "aten.where.ScalarSelf", "aten.where.Scalar")
 def _pointwise(call: Call) -> Rule:
     rank, target, count = len(call.output), call.op.target, len(call.inputs)
     names = [f"d{i}" for i in range(rank)]
