@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
-from planloom.capture.canonical import CANONICAL, LOSSES, is_identity
+from planloom.capture.canonical import CANONICAL, is_identity
 from planloom.errors import CaptureError
 from planloom.graph import FLOAT_MARK, RANDOM_STATE, Arg, Graph, Op, Tensor, reference, referenced
 
@@ -238,7 +238,7 @@ class Translator:
         if is_identity(self, node):
             self._names[node.name] = self.name(node.args[0])  # type: ignore[arg-type]
             return
-        canonical = CANONICAL.get(target) or LOSSES.get(target)
+        canonical = CANONICAL.get(target)
         if canonical is not None:
             result = canonical(self, node)
             if result is not None:
