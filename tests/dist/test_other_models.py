@@ -14,7 +14,7 @@ from tests.models import build
 
 PLANS = ["dp=2", "tp=2,vocab", "tp=2,sequence,vocab", "dp=2,zero1", "dp=2,tp=2,vocab", "dp=4,zero3"]
 IN_TIME = ["dp=2,zero3,micro=2", "pp=2,tp=2,micro=2,1f1b"]
-OF_EXPERTS = ["dp=2,experts", "dp=4,experts", "dp=2,tp=2,experts,vocab", "dp=2,experts,zero1,micro=2"]
+OF_EXPERTS = ["tp=2,tp2=2", "dp=2,experts", "dp=4,experts", "dp=2,tp=2,experts,vocab", "dp=2,experts,zero1,micro=2"]
 MODELS = ("gpt2", "mixtral", "t5", "bert", "vit", "swin")
 FAST = {
     ("gpt2", "dp=2,tp=2,vocab"),

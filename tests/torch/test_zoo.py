@@ -106,8 +106,7 @@ OF_EXPERTS = ["dp=2,experts", "dp=2,tp=2,experts,vocab", "dp=2,experts,zero1,mic
 
 
 def plans_of(name: str) -> list[str]:
-    plans = [*PLANS, *([] if name in MIXING else IN_TIME), *(OF_EXPERTS if name in EXPERTS else [])]
-    return [plan for plan in plans if not (name == "gpt_oss" and "tp2" in plan)]
+    return [*PLANS, *([] if name in MIXING else IN_TIME), *(OF_EXPERTS if name in EXPERTS else [])]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ backward. So no order of calls can block on a send, and the verifier proves it f
 
 from dataclasses import replace
 
-from planloom.collective import DigitsPrice, change_layout
+from planloom.collective import DigitsPrice, Synthesized, change_layout, synthesize
 from planloom.errors import LayoutError, PlanError
 from planloom.graph import Tensor
 from planloom.layout import Layout
@@ -48,6 +48,7 @@ from planloom.program.values import (
 
 LOSS = Buffer(name="loss")
 _LOSS_TOTAL = Buffer(name="loss:total")
+_NUM_WAYS = 32  # programs among which one that the wire can carry out on rows is looked for
 
 
 def materialize(
@@ -155,6 +156,8 @@ class _Builder:
                 todo="split experts and tokens over whole axes, in the same order",
             )
         rows = self._rows(stage, slot, before) if parts else None
+        if rows is not None:
+            parts = (self._movable(stage, slot, before, after),)
         num_row_factors = len(self._mask(slot).sizes) if rows is not None else 0
         for i, part in enumerate(parts):
             target = Buffer(name=f"{name}:{i}" if i + 1 < len(parts) else name, indexed=source.indexed)
@@ -176,6 +179,25 @@ class _Builder:
 
     def _mask(self, slot: Slot) -> Tensor:
         return self.graph.tensors[self.graph.tensors[slot.tensor].rows]
+
+    def _movable(self, s: int, slot: Slot, before: Layout, after: Layout) -> Synthesized:
+        """The cheapest program that moves the rows of experts as rows, or as features of the same rows."""
+        item_bytes, num_row_factors = self.graph.tensors[slot.tensor].item_bytes, len(self._mask(slot).sizes)
+        ways = synthesize(
+            before, after, self.meshes[s], slot.sizes, price=self.price, item_bytes=item_bytes, num_best=_NUM_WAYS
+        )
+        for way in ways:
+            count = sum(len(subs) for subs in way.factors[:num_row_factors])
+            steps = way.program(self.meshes[s]).steps
+            mixed = any(len({dim < count for dim in (*step.along, *step.into)}) > 1 for step in steps)
+            if not mixed and not any(step.kind in ("broadcast", "reduce", "scatter", "gather") for step in steps):
+                return way
+        raise PlanError(
+            f"the rows of experts {slot.tensor} cannot be brought from one layout to the other",
+            given=f"layout {before}",
+            required=f"layout {after}, by collectives of rows or of features",
+            todo="split experts and tokens over whole axes, and features alike on both sides",
+        )
 
     def _rows(self, s: int, slot: Slot, layout: Layout) -> Buffer | None:
         """The mask of a ragged tensor in the tensor's own layout, brought there in the forward."""
