@@ -15,6 +15,7 @@ from planloom.collective import Step, StepKind, local_sizes_after
 from planloom.layout import Box
 from planloom.program import (
     Accumulate,
+    Coalesced,
     Collective,
     Free,
     Instruction,
@@ -24,6 +25,7 @@ from planloom.program import (
     Sum,
     Transfer,
     Wait,
+    collectives_in,
 )
 
 Corruption = Callable[[Program, Random], Program | None]
@@ -83,6 +85,8 @@ def _exchanged(items: Sequence[Item], i: int, j: int) -> tuple[Item, ...]:
 class _StepAt(NamedTuple):
     spot: Spot
     collective: Collective
+    member: int
+    """Among the collectives that its instruction starts."""
     number: int
     step: Step
     sizes: tuple[int, ...]
@@ -91,18 +95,38 @@ class _StepAt(NamedTuple):
 
 def _steps(program: Program, *kinds: str) -> list[_StepAt]:
     found = []
-    for spot, collective in find(program, Collective):
-        sizes = collective.sizes
-        for number, step in enumerate(collective.steps):
-            if not kinds or step.kind in kinds:
-                found.append(_StepAt(spot, collective, number, step, sizes))
-            sizes = local_sizes_after(step, sizes)
+    for spot, instruction in [*find(program, Collective), *find(program, Coalesced)]:
+        for member, collective in enumerate(collectives_in(instruction)):
+            sizes = collective.sizes
+            for number, step in enumerate(collective.steps):
+                if not kinds or step.kind in kinds:
+                    found.append(_StepAt(spot, collective, member, number, step, sizes))
+                sizes = local_sizes_after(step, sizes)
     return found
 
 
 def _change_step(program: Program, at: _StepAt, *steps: Step) -> Program:
-    before, after = at.collective.steps[: at.number], at.collective.steps[at.number + 1 :]
-    return change(program, at.spot, replace(at.collective, steps=(*before, *steps, *after)))
+    """Other steps in the place of one; collectives that are carried out as one change in kind and groups together."""
+
+    def changed(collective: Collective, new: Sequence[Step]) -> Collective:
+        before, after = collective.steps[: at.number], collective.steps[at.number + 1 :]
+        return replace(collective, steps=(*before, *new, *after))
+
+    instruction = program.stages[at.spot.stage].bodies[at.spot.body][at.spot.index]
+    if isinstance(instruction, Collective):
+        return change(program, at.spot, changed(instruction, steps))
+    assert isinstance(instruction, Coalesced)
+    members = [
+        changed(c, steps if i == at.member else [_alike(c.steps[at.number], step) for step in steps])
+        for i, c in enumerate(instruction.collectives)
+    ]
+    return change(program, at.spot, replace(instruction, collectives=tuple(members)))
+
+
+def _alike(own: Step, other: Step) -> Step:
+    """One's own dims with another's kind and groups."""
+    into, along = own.into if other.into else (), own.along if other.along else ()
+    return replace(own, kind=other.kind, groups=other.groups, combine=other.combine, into=into, along=along)
 
 
 def swap_ranks_in_group(program: Program, random: Random) -> Program | None:
@@ -390,7 +414,9 @@ def free_earlier(program: Program, random: Random) -> Program | None:
 
 def _arrivals(program: Program) -> list[Spot]:
     """The waits for what a collective or a receive brings."""
-    brought = [(spot.stage, i.target) for kind in (Collective, Receive) for spot, i in find(program, kind)]
+    brought = [(spot.stage, receive.target) for spot, receive in find(program, Receive)]
+    for kind in (Collective, Coalesced):
+        brought += [(spot.stage, c.target) for spot, i in find(program, kind) for c in collectives_in(i)]
     return [spot for spot, wait in find(program, Wait) if (spot.stage, wait.buffer) in brought and not wait.free]
 
 

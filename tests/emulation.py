@@ -35,6 +35,7 @@ from planloom.program import (
     Accumulate,
     Backward,
     Buffer,
+    Coalesced,
     Collective,
     Forward,
     Free,
@@ -201,6 +202,12 @@ class Emulation:
         match instruction:
             case Collective():
                 self._start_collective(devices, instruction, micro)
+            case Coalesced(collectives=collectives, takes_sources=takes_sources):
+                for collective in collectives:
+                    self._start_collective(devices, collective, micro, copied=takes_sources)
+                for device in devices if takes_sources else ():
+                    for collective in collectives:
+                        self._forget(device, self._place(collective.source, micro))
             case Send():
                 self._start_send(devices, instruction, micro)
             case Receive():
@@ -314,8 +321,13 @@ class Emulation:
     def _start(self, device: int, place: Place, item: _InFlight) -> None:
         self._in_flight.setdefault((device, place), []).append(item)
 
-    def _start_collective(self, devices: Sequence[int], collective: Collective, micro: int) -> None:
-        reduction = _Reduction(collective, micro, {d: self._cell(d, collective.source, micro) for d in devices})
+    def _start_collective(
+        self, devices: Sequence[int], collective: Collective, micro: int, *, copied: bool = False
+    ) -> None:
+        cells = {d: self._cell(d, collective.source, micro) for d in devices}
+        if copied:
+            cells = {d: _Cell(cell.read().clone()) for d, cell in cells.items()}
+        reduction = _Reduction(collective, micro, cells)
         if collective.rows is not None:
             reduction.masks = {d: self._get(d, collective.rows, micro).clone() for d in devices}
         for device in devices:

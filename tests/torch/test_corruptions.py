@@ -21,7 +21,9 @@ from planloom.errors import VerificationError
 from planloom.layout import Combine
 from planloom.plan import named_plan, parse_named
 from planloom.program import (
+    Accumulate,
     Backward,
+    Coalesced,
     Collective,
     Free,
     Instruction,
@@ -279,14 +281,36 @@ def test_a_gathered_parameter_is_freed_before_the_backward_that_needs_it() -> No
 
 
 @pytest.mark.parametrize("body", ["forward", "backward"])
-def test_a_parameter_is_gathered_on_one_device_only(body: str) -> None:
+def test_parameters_are_gathered_on_one_device_only(body: str) -> None:
     case = prepare("gpt", "dp=4,zero3,micro=2", respelled=False)
-    name = "layers.0.up.weight"
-    spot, gather = next((s, c) for s, c in find(case.program, Collective) if c.tensor == name and s.body == body)
-    mask = Step(kind="mask", groups=gather.steps[-1].groups, shape=gather.steps[-1].shape)
-    program = change(case.program, spot, replace(gather, steps=(*gather.steps, mask)))
+    spot, gathers = next((s, c) for s, c in find(case.program, Coalesced) if s.body == body and not c.takes_sources)
+    last = gathers.collectives[0].steps[-1]
+    mask = Step(kind="mask", groups=last.groups, shape=last.shape)
+    masked = tuple(replace(gather, steps=(*gather.steps, mask)) for gather in gathers.collectives)
+    program = change(case.program, spot, replace(gathers, collectives=masked))
     assert is_changed(case, program)
-    assert name in refusal_of(case, program)
+    refusal = refusal_of(case, program)
+    assert any(gather.tensor in refusal for gather in gathers.collectives)
+
+
+def test_a_gradient_is_reduced_before_the_last_part_was_added() -> None:
+    case = prepare("gpt", "dp=2,tp=2,vocab", respelled=False)
+    spot, bucket = next((s, c) for s, c in find(case.program, Coalesced) if s.body == "last backward")
+    sources = {collective.source for collective in bucket.collectives}
+    body = list(body_of(case, spot))
+    last = max(i for i in range(spot.index) if isinstance(body[i], Accumulate) and body[i].target in sources)
+    body.insert(last, body.pop(spot.index))
+    program = with_body(case.program, spot, tuple(body))
+    assert is_changed(case, program)
+    refusal_of(case, program)
+
+
+def test_stored_parameters_are_taken_by_a_gather() -> None:
+    case = prepare("gpt", "dp=4,zero3,micro=2", respelled=False)
+    spot, gathers = next((s, c) for s, c in find(case.program, Coalesced) if not c.takes_sources)
+    program = change(case.program, spot, replace(gathers, takes_sources=True))
+    assert is_changed(case, program)
+    refusal_of(case, program)
 
 
 def test_one_half_of_a_tensor_arrives_twice_and_the_other_never() -> None:

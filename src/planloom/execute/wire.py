@@ -4,19 +4,25 @@ torch sorts the ranks of a group, and a layout's order is a tuple: the wire keep
 permutes pieces into the order that the program gives. On gloo, reduce-scatter and all-gather are made of messages: two
 rings (`rings`), or for small arrays an exchange of all with all. A collective never writes into a tensor that a run
 produced: gloo's writes do not bump versions, and autograd would not notice.
+
+Programs on arrays of a CPU are carried out in the background, one after the other; on a GPU, torch's streams do that.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from math import prod
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from planloom.collective import Step, local_sizes_after, rings_from_bytes
+from planloom.execute.background import Background, Task
+from planloom.execute.bundle import pack, step_on_rows, unpack
+from planloom.execute.pieces import cut, join
 from planloom.execute.rings import Rings
 from planloom.layout import Box
 from planloom.program import Transfer
@@ -26,6 +32,7 @@ _FIRST_RING_TAG, _NUM_RING_TAGS = 1 << 24, 1 << 20
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
+Result = TypeVar("Result")
 Finish = Callable[[], Tensor]
 """Waits for what was started, and returns the result."""
 
@@ -51,6 +58,9 @@ class Wire:
         self.timeout = timedelta(seconds=timeout_seconds)
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._num_started = 0
+        self._background = Background()
+        self.last_task: Task[object] | None = None
+        """What was last given to the background."""
 
     def create_groups(self, groups: Iterable[tuple[int, ...]]) -> None:
         """Create all groups, in one order on every rank; each set of ranks once."""
@@ -61,6 +71,7 @@ class Wire:
 
     def close(self) -> None:
         """Destroy the groups; every rank must do so."""
+        self._background.close()
         for group in self._groups.values():
             dist.destroy_process_group(group)
         self._groups.clear()
@@ -83,8 +94,62 @@ class Wire:
             finish_real = self.run_steps(steps, torch.view_as_real(local.reshape(sizes)), (*sizes, 2))
             return lambda: torch.view_as_complex(finish_real())
         array = local.reshape(sizes) if local.numel() == prod(sizes) else local
-        finish: Finish = lambda: array  # noqa: E731
         tag = self.reserve_tags(len(steps))
+        return self._start(steps, array.device, lambda: self._carry_out(steps, array, sizes, tag))
+
+    def run_coalesced(
+        self, parts: Sequence[tuple[tuple[Step, ...], Tensor, tuple[int, ...]]]
+    ) -> Callable[[], list[Tensor]]:
+        """Carry out several programs (steps, local array, its dims) of equal kinds and groups as one.
+
+        The arrays are copied before this returns. The result holds one array for each.
+        """
+        programs, given = [steps for steps, *_ in parts], [array.reshape(sizes) for _, array, sizes in parts]
+        tag = self.reserve_tags(len(programs[0]))
+        first = tuple(steps[0] for steps in programs)
+        sizes = [tuple(array.shape) for array in given]
+        packed = None if first[0].is_local else pack(given, first)
+        at = given[0].device
+        if packed is not None:
+            given.clear()  # in the copy now
+
+        def carry_out() -> Callable[[], list[Tensor]]:
+            arrays = given
+            finish: Callable[[], list[Tensor]] = lambda: arrays  # noqa: E731
+            for i, steps in enumerate(zip(*programs, strict=True)):
+                finish = self._coalesced_step(steps, finish(), sizes, packed if i == 0 else None, tag + i)
+                sizes[:] = [local_sizes_after(step, before) for step, before in zip(steps, sizes, strict=True)]
+            return finish
+
+        return self._start(programs[0], at, carry_out)
+
+    def _coalesced_step(
+        self,
+        steps: tuple[Step, ...],
+        arrays: list[Tensor],
+        sizes: Sequence[tuple[int, ...]],
+        packed: Tensor | None,
+        tag: int,
+    ) -> Callable[[], list[Tensor]]:
+        if steps[0].is_local:
+            parts = [self.start_step(s, a, tuple(a.shape), tag)() for s, a in zip(steps, arrays, strict=True)]
+            return lambda: parts
+        rows, before = pack(arrays, steps) if packed is None else packed, list(sizes)
+        finish = self.start_step(step_on_rows(steps[0]), rows, tuple(rows.shape), tag)
+        return lambda: unpack(finish(), steps, before)
+
+    def _start(
+        self, steps: tuple[Step, ...], at: torch.device, carry_out: Callable[[], Callable[[], Result]]
+    ) -> Callable[[], Result]:
+        """On a CPU in the background, and all of it; elsewhere here, until the last step has started."""
+        if at.type != "cpu" or all(step.is_local for step in steps):
+            return carry_out()
+        task = self._background.start(lambda: carry_out()())
+        self.last_task = task  # type: ignore[assignment]
+        return task.result
+
+    def _carry_out(self, steps: tuple[Step, ...], array: Tensor, sizes: tuple[int, ...], tag: int) -> Finish:
+        finish: Finish = lambda: array  # noqa: E731
         for i, step in enumerate(steps):
             finish = self.start_step(step, finish(), sizes, tag + i)
             sizes = local_sizes_after(step, sizes)
@@ -98,7 +163,7 @@ class Wire:
         position = group.index(self.device)
         match step.kind:
             case "slice":
-                part = _cut(array, step)[position]
+                part = cut(array, step)[position]
                 return lambda: part
             case "mask":
                 masked = array if position == 0 else torch.zeros_like(array)
@@ -124,12 +189,16 @@ class Wire:
         self, steps: tuple[Step, ...], local: Tensor, mask: Tensor, sizes: tuple[int, ...], num_row_dims: int
     ) -> Finish:
         """Carry out a program on a ragged tensor, of which a device holds the rows where its mask is true."""
-        held = mask.reshape(sizes[:num_row_dims]).bool()
-        rows = local.reshape(local.shape[1], *sizes[num_row_dims:])
         tag = self.reserve_tags(len(steps))
-        for i, step in enumerate(steps):
-            held, rows = self._row_step(step, held, rows, tag + i)
-        return lambda: rows.reshape(1, rows.shape[0], -1)
+
+        def carry_out() -> Finish:
+            held = mask.reshape(sizes[:num_row_dims]).bool()
+            rows = local.reshape(local.shape[1], *sizes[num_row_dims:])
+            for i, step in enumerate(steps):
+                held, rows = self._row_step(step, held, rows, tag + i)
+            return lambda: rows.reshape(1, rows.shape[0], -1)
+
+        return self._start(steps, local.device, carry_out)
 
     def _row_step(self, step: Step, held: Tensor, rows: Tensor, tag: int) -> tuple[Tensor, Tensor]:
         group, num_row_dims = step.group_of(self.device), held.dim()
@@ -145,17 +214,17 @@ class Wire:
         position, numbers = group.index(self.device), _numbered(held)
         match step.kind:
             case "slice":
-                own = _cut(numbers, step)[position]
+                own = cut(numbers, step)[position]
                 return own >= 0, rows[own[own >= 0]]
             case "reduce_scatter":
-                pieces = _cut(numbers, step)
+                pieces = cut(numbers, step)
                 own = pieces[position] >= 0
                 parts = self._exchanged_rows([rows[p[p >= 0]] for p in pieces], [int(own.sum())] * len(group), group)
                 return own, torch.stack(parts).sum(0, dtype=rows.dtype)
             case _:  # all_gather, all_to_all
                 after = self.start_step(step, held.to(torch.uint8), tuple(held.shape), tag)().bool()
-                pieces = _cut(numbers, step) if step.into else numbers.expand(len(group), *numbers.shape)
-                places = [p[p >= 0] for p in _cut(_numbered(after), replace(step, into=step.along))]
+                pieces = cut(numbers, step) if step.into else numbers.expand(len(group), *numbers.shape)
+                places = [p[p >= 0] for p in cut(_numbered(after), replace(step, into=step.along))]
                 parts = self._exchanged_rows([rows[p[p >= 0]] for p in pieces], [len(p) for p in places], group)
                 result = rows.new_empty(int(after.sum()), *rows.shape[1:])
                 for place, part in zip(places, parts, strict=True):
@@ -204,11 +273,11 @@ class Wire:
         if self.by_rings(step, array.nbytes, group, array.device):
             with _on_the_wire():
                 found = self._rings(group, tag).all_gather(array)
-            return lambda: _join(_from_sorted(found, group), step)
+            return lambda: join(_from_sorted(found, group), step)
         pieces = array.new_empty((len(group), *array.shape))
         with _on_the_wire():
             work = dist.all_gather(list(pieces.unbind()), array, group=self.process_group(group), async_op=True)
-        return _after(work, lambda: _join(_from_sorted(pieces, group), step))
+        return _after(work, lambda: join(_from_sorted(pieces, group), step))
 
     def _gather(self, step: Step, array: Tensor, group: tuple[int, ...]) -> Finish:
         array, is_root = array.contiguous(), self.device == group[0]
@@ -216,18 +285,18 @@ class Wire:
         with _on_the_wire():
             parts = list(pieces.unbind()) if is_root else None
             work = dist.gather(array, parts, dst=group[0], group=self.process_group(group), async_op=True)
-        return _after(work, lambda: _join(_from_sorted(pieces, group), step) if is_root else array)
+        return _after(work, lambda: join(_from_sorted(pieces, group), step) if is_root else array)
 
     def _scatter(self, step: Step, array: Tensor, sizes: tuple[int, ...], group: tuple[int, ...]) -> Finish:
         part = array.new_empty(local_sizes_after(step, sizes))
         with _on_the_wire():
-            pieces = _to_sorted(_cut(array, step), group).contiguous() if self.device == group[0] else None
+            pieces = _to_sorted(cut(array, step), group).contiguous() if self.device == group[0] else None
             parts = None if pieces is None else list(pieces.unbind())
             work = dist.scatter(part, parts, src=group[0], group=self.process_group(group), async_op=True)
         return _after(work, lambda: part)
 
     def _reduce_scatter(self, step: Step, array: Tensor, group: tuple[int, ...], tag: int) -> Finish:
-        pieces = _to_sorted(_cut(array, step), group).contiguous()
+        pieces = _to_sorted(cut(array, step), group).contiguous()
         if self.by_rings(step, array.nbytes, group, array.device):
             combine = torch.add if step.combine == "sum" else torch.maximum
             with _on_the_wire():
@@ -246,8 +315,8 @@ class Wire:
         return _after(work, lambda: part)
 
     def _all_to_all(self, step: Step, array: Tensor, group: tuple[int, ...]) -> Finish:
-        received = self._exchanged(_to_sorted(_cut(array, step), group).contiguous(), group)
-        return lambda: _join(_from_sorted(received(), group), step)
+        received = self._exchanged(_to_sorted(cut(array, step), group).contiguous(), group)
+        return lambda: join(_from_sorted(received(), group), step)
 
     def _exchanged(self, pieces: Tensor, group: tuple[int, ...]) -> Finish:
         """Piece q of every member goes to the member q, in the order of ranks."""
@@ -341,31 +410,6 @@ def _numbered(held: Tensor) -> Tensor:
     """The number of every row where a mask is true, -1 elsewhere."""
     numbers = held.to(torch.int64).flatten().cumsum(0).reshape(held.shape) - 1
     return torch.where(held, numbers, -1)
-
-
-def _cut(array: Tensor, step: Step) -> Tensor:
-    """The pieces of an array, cut into the step's dims, in the order of a group: one more dim, in front."""
-    counts = dict(zip(step.into, step.shape, strict=True))
-    split: list[int] = []
-    for i, size in enumerate(array.shape):
-        split += [counts[i], size // counts[i]] if i in counts else [size]
-    places = {i: i + sum(other < i for other in step.into) for i in step.into}  # of the counts among the split dims
-    front = [places[i] for i in step.into]
-    order = front + [i for i in range(len(split)) if i not in front]
-    pieces = array.reshape(split).permute(order)
-    return pieces.reshape(step.group_size, *pieces.shape[len(front) :])
-
-
-def _join(pieces: Tensor, step: Step) -> Tensor:
-    """The inverse of `_cut`, for the dims along which pieces are put together."""
-    shape = pieces.shape[1:]
-    spread = pieces.reshape(*step.shape, *shape)
-    order: list[int] = []
-    for i in range(len(shape)):
-        order += [step.along.index(i)] if i in step.along else []
-        order.append(len(step.shape) + i)
-    counts = dict(zip(step.along, step.shape, strict=True))
-    return spread.permute(order).reshape([size * counts.get(i, 1) for i, size in enumerate(shape)])
 
 
 def _from_sorted(pieces: Tensor, group: tuple[int, ...]) -> Tensor:

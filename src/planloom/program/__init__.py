@@ -1,12 +1,14 @@
 """`Plan` → `Program`: transform, schedule, materialize, verify (SuperScaler's phases)."""
 
 from planloom.program.build import build_program
+from planloom.program.operations import Executed, Operand, Operation, executed, run_operations
 from planloom.program.pieces import BlockPiece, piece_of
 from planloom.program.values import (
     Accumulate,
     Backward,
     BodyCall,
     Buffer,
+    Coalesced,
     Collective,
     Forward,
     Free,
@@ -24,6 +26,7 @@ from planloom.program.values import (
     Transfer,
     Update,
     Wait,
+    collectives_in,
 )
 from planloom.program.verify import Proof, verify_program
 
@@ -33,10 +36,14 @@ __all__ = [
     "BlockPiece",
     "BodyCall",
     "Buffer",
+    "Coalesced",
     "Collective",
+    "Executed",
     "Forward",
     "Free",
     "Instruction",
+    "Operand",
+    "Operation",
     "Program",
     "Proof",
     "Receive",
@@ -52,6 +59,9 @@ __all__ = [
     "Update",
     "Wait",
     "build_program",
+    "collectives_in",
+    "executed",
     "piece_of",
+    "run_operations",
     "verify_program",
 ]

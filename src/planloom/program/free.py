@@ -4,6 +4,7 @@ from planloom.program.values import (
     Accumulate,
     Backward,
     Buffer,
+    Coalesced,
     Collective,
     Forward,
     Free,
@@ -14,6 +15,7 @@ from planloom.program.values import (
     Sum,
     Update,
     Wait,
+    collectives_in,
 )
 
 
@@ -26,6 +28,8 @@ def reads(instruction: Instruction) -> tuple[Buffer, ...]:
             return tuple(buffer for buffer in cotangents if buffer is not None)
         case Collective(source=source, rows=rows):
             return (source,) if rows is None else (source, rows)
+        case Coalesced(collectives=collectives):
+            return tuple(collective.source for collective in collectives)
         case Send(source=source) | Accumulate(source=source):
             return (source,)
         case Sum(sources=sources):
@@ -48,6 +52,8 @@ def writes(instruction: Instruction) -> tuple[Buffer, ...]:
             return tuple(buffer for buffer in outputs if buffer is not None)
         case Collective(target=target) | Receive(target=target) | Accumulate(target=target):
             return (target,)
+        case Coalesced(collectives=collectives):
+            return tuple(collective.target for collective in collectives)
         case Sum(target=target) | Seed(target=target):
             return (target,)
         case Update(targets=targets):
@@ -58,19 +64,20 @@ def writes(instruction: Instruction) -> tuple[Buffer, ...]:
 def free_after_last_use(
     body: list[Instruction], *, kept: frozenset[Buffer] = frozenset(), inherited: frozenset[Buffer] = frozenset()
 ) -> tuple[Instruction, ...]:
-    """The same body with a `Free` behind the last use of every buffer of the micro-batch that no send holds.
+    """The same body with a `Free` behind the last use of every buffer of the micro-batch that no send holds or takes.
 
     `kept`: buffers that a later body reads, and frees as `inherited`.
     """
     sent = {instruction.source for instruction in body if isinstance(instruction, Send)}
-    source_of = {c.target: c.source for c in body if isinstance(c, Collective)}
+    source_of = {c.target: c.source for instruction in body for c in collectives_in(instruction)}
+    taken = {c.source for i in body if isinstance(i, Coalesced) and i.takes_sources for c in i.collectives}
     last: dict[Buffer, int] = {}
     for i, instruction in enumerate(body):
         used = (*writes(instruction), *reads(instruction))
         if isinstance(instruction, Wait) and instruction.buffer in source_of:
             used += (source_of[instruction.buffer],)  # in flight until then
         for buffer in used:
-            if buffer.indexed and buffer not in sent and buffer not in kept:
+            if buffer.indexed and buffer not in sent | taken | kept:
                 last[buffer] = i
     made = {*inherited, *(buffer for instruction in body for buffer in writes(instruction))}
     freed: dict[int, list[Buffer]] = {}

@@ -8,6 +8,8 @@ A stage has four bodies:
               summed), the run's vector-Jacobian product, parameter gradients accumulated
     exit      gradients reduced to the optimizer's layout, update, gather; the loss completed and told to all stages
 
+and a fifth, the last backward, where gradients are reduced meanwhile (`overlap`).
+
 Communication starts where its source is ready and is awaited where its result is needed. A send to a later stage is
 awaited in the backward of the same micro-batch, whose cotangent proves that it arrived; a cotangent's send in the next
 backward. So no order of calls can block on a send, and the verifier proves it for each program.
@@ -21,7 +23,8 @@ from planloom.graph import Tensor
 from planloom.layout import Layout
 from planloom.program.exchange import plan_transfers
 from planloom.program.free import free_after_last_use
-from planloom.program.schedule import ENTER, EXIT
+from planloom.program.overlap import bucket_bytes, coalesce, may_be_coalesced, prefetch, reduce_during
+from planloom.program.schedule import ENTER, EXIT, LAST_BACKWARD
 from planloom.program.storage import store_parameters
 from planloom.program.transform import Splits
 from planloom.program.values import (
@@ -29,6 +32,7 @@ from planloom.program.values import (
     Backward,
     BodyCall,
     Buffer,
+    Coalesced,
     Collective,
     Forward,
     Free,
@@ -60,21 +64,33 @@ def materialize(
     plan = splits.plan
     stages = []
     for s, stage in enumerate(builder.stages):
+        masks, gathered = _masks(stage.backward), frozenset(b for found in stage.gathers.values() for b in found)
+        forward, backward = prefetch(stage.forward, gathered), prefetch(stage.backward, gathered)
         bodies = {
             ENTER: tuple(_receives_first(stage.enter)),
-            "forward": free_after_last_use(_receives_first(stage.forward), kept=_masks(stage.backward)),
-            "backward": free_after_last_use(_receives_first(stage.backward), inherited=_masks(stage.backward)),
+            "forward": free_after_last_use(_receives_first(forward), kept=masks),
+            "backward": free_after_last_use(_receives_first(backward), inherited=masks),
             EXIT: tuple(_receives_first(stage.exit)),
         }
+        stage_calls = calls[s]
+        if stage.buckets:
+            last = reduce_during(backward, stage.buckets)
+            bodies[LAST_BACKWARD] = free_after_last_use(_receives_first(last), inherited=masks)
+            stage_calls = _with_last_backward(calls[s])
         parameters = tuple(
             replace(p, gathers=tuple(sorted(stage.gathers.get(p.name, ()))))
             for p in builder.parameters.values()
             if p.stage == s
         )
         stages.append(
-            StageProgram(mesh=plan.meshes[s], bodies=bodies, calls=calls[s], parameters=parameters, loss=LOSS)
+            StageProgram(mesh=plan.meshes[s], bodies=bodies, calls=stage_calls, parameters=parameters, loss=LOSS)
         )
     return Program(plan_name=plan.name, num_micro_batches=plan.num_micro_batches, stages=tuple(stages), runs=runs)
+
+
+def _with_last_backward(calls: tuple[BodyCall, ...]) -> tuple[BodyCall, ...]:
+    last = max(i for i, call in enumerate(calls) if call.body == "backward")
+    return (*calls[:last], replace(calls[last], body=LAST_BACKWARD), *calls[last + 1 :])
 
 
 def _receives_first(body: list[Instruction]) -> list[Instruction]:
@@ -100,6 +116,9 @@ class _Stage:
         self.gradients: dict[str, dict[Layout, Buffer]] = {}
         self.imported_gradients: dict[str, list[Buffer]] = {}
         self.gathers: dict[str, set[Buffer]] = {}
+        self.delayed: list[Instruction] = []
+        """The end of a reduction of gradients that goes on during the next run's backward."""
+        self.buckets: list[Collective | Coalesced] = []
 
 
 class _Builder:
@@ -126,6 +145,8 @@ class _Builder:
             self._forward(run)
         for run in reversed(self.runs):
             self._backward(run)
+        for stage in self.stages:
+            stage.backward += stage.delayed
         for s in reversed(range(len(self.stages))):
             self._send_gradients(s)
         for s in range(len(self.stages)):
@@ -138,6 +159,15 @@ class _Builder:
         self, body: list[Instruction], stage: int, slot: Slot, source: Buffer, before: Layout, after: Layout, name: str
     ) -> Buffer:
         """Bring a buffer into another layout; the same buffer if nothing changes."""
+        for collective in self._collectives(stage, slot, source, before, after, name):
+            body += [collective, Wait(buffer=collective.target)]
+            source = collective.target
+        return source
+
+    def _collectives(
+        self, stage: int, slot: Slot, source: Buffer, before: Layout, after: Layout, name: str
+    ) -> list[Collective]:
+        """The collectives, one after another, that bring a buffer into another layout, in a buffer of this name."""
         try:
             item_bytes = self.graph.tensors[slot.tensor].item_bytes
             parts = change_layout(before, after, self.meshes[stage], slot.sizes, self.price, item_bytes)
@@ -159,9 +189,10 @@ class _Builder:
         if rows is not None:
             parts = (self._movable(stage, slot, before, after),)
         num_row_factors = len(self._mask(slot).sizes) if rows is not None else 0
+        found = []
         for i, part in enumerate(parts):
             target = Buffer(name=f"{name}:{i}" if i + 1 < len(parts) else name, indexed=source.indexed)
-            body.append(
+            found.append(
                 Collective(
                     tensor=slot.tensor,
                     source=source,
@@ -173,9 +204,18 @@ class _Builder:
                     num_row_dims=sum(len(subs) for subs in part.factors[:num_row_factors]),
                 )
             )
-            body.append(Wait(buffer=target))
             source = target
-        return source
+        return found
+
+    def _together(self, collectives: list[list[Collective]], *, takes_sources: bool = False) -> list[Instruction]:
+        """Independent changes of layout, each of one collective or more, started together and awaited."""
+        alone = [found[0] for found in collectives if len(found) == 1]
+        body: list[Instruction] = list(coalesce(self.graph, alone, takes_sources=takes_sources))
+        body += [Wait(buffer=collective.target) for collective in alone]
+        for found in collectives:
+            for collective in found if len(found) > 1 else ():
+                body += [collective, Wait(buffer=collective.target)]
+        return body
 
     def _mask(self, slot: Slot) -> Tensor:
         return self.graph.tensors[self.graph.tensors[slot.tensor].rows]
@@ -230,17 +270,16 @@ class _Builder:
     def _forward(self, run: Run) -> None:
         stage = self.stages[run.stage]
         self._receive_imports(run)
-        inputs, gathered = [], []
-        for slot in run.inputs:
-            if slot.tensor in self.parameters:
-                buffer, is_gathered = self._parameter(run.stage, slot, stage.forward)
-                gathered += [buffer] if is_gathered else []
-            else:
-                buffer = self._value(run.stage, slot)
-            inputs.append(buffer)
+        gathered = self._gather(run, stage.forward)
+        inputs = [
+            self._value(run.stage, slot)
+            if slot.tensor not in self.parameters
+            else gathered.get((slot.tensor, slot.layout)) or self._parameter(run.stage, slot)
+            for slot in run.inputs
+        ]
         outputs = tuple(Buffer(name=slot.tensor, indexed=True) for slot in run.outputs)
         stage.forward.append(Forward(run=run.index, inputs=tuple(inputs), outputs=outputs))
-        stage.forward += [Free(buffer=buffer) for buffer in gathered]
+        stage.forward += [Free(buffer=buffer) for buffer in gathered.values()]
         for slot, buffer in zip(run.outputs, outputs, strict=True):
             stage.values[slot.tensor, slot.layout] = buffer
             if slot.tensor == self.graph.loss:
@@ -288,16 +327,25 @@ class _Builder:
             )
         return stage.values[key]
 
-    def _parameter(self, s: int, slot: Slot, body: list[Instruction]) -> tuple[Buffer, bool]:
-        """A parameter in the layout of its use; True if it was gathered for this use alone."""
+    def _gather(self, run: Run, body: list[Instruction]) -> dict[tuple[str, Layout], Buffer]:
+        """The parameters that are gathered for this run alone, all at once."""
+        stage, gathered, changes = self.stages[run.stage], {}, []
+        for slot in run.inputs:
+            home = self.parameters.get(slot.tensor)
+            if home is None or home.layout == slot.layout or not self._is_gathered(run.stage, home):
+                continue
+            name = f"{slot.tensor}:gathered@{slot.layout}"
+            changes.append(self._collectives(run.stage, slot, home.buffer, home.layout, slot.layout, name))
+            gathered[slot.tensor, slot.layout] = changes[-1][-1].target
+            stage.gathers.setdefault(slot.tensor, set()).add(changes[-1][-1].target)
+        body += self._together(changes)
+        return gathered
+
+    def _parameter(self, s: int, slot: Slot) -> Buffer:
+        """A parameter in the layout of its use, where it is not gathered for every use."""
         stage, home = self.stages[s], self.parameters[slot.tensor]
         if home.stage == s and home.layout == slot.layout:
-            return home.buffer, False
-        if self._is_gathered(s, home):
-            name = f"{slot.tensor}:gathered@{slot.layout}"
-            buffer = self._change(body, s, slot, home.buffer, home.layout, slot.layout, name)
-            stage.gathers.setdefault(slot.tensor, set()).add(buffer)
-            return buffer, True
+            return home.buffer
         key = (slot.tensor, slot.layout)
         if key not in stage.values:
             used = Buffer(name=f"{slot.tensor}:used@{slot.layout}")
@@ -309,7 +357,7 @@ class _Builder:
                 self.stages[home.stage].exit.append(Wait(buffer=home.buffer, every=True))
             stage.values[key] = used
             stage.exit.append(Free(buffer=used))
-        return stage.values[key], False
+        return stage.values[key]
 
     def _is_gathered(self, s: int, home: StoredParameter) -> bool:
         storage = self.splits.plan.storage.get(home.name)
@@ -322,25 +370,39 @@ class _Builder:
         cotangents = [self._output_cotangent(run, slot) for slot in run.outputs]
         if not any(cotangents):
             return
-        gathered = []
-        for slot in run.inputs:
-            if slot.tensor in self.parameters:
-                buffer, is_gathered = self._parameter(run.stage, slot, stage.backward)
-                gathered += [buffer] if is_gathered else []
+        gathered = self._gather(run, stage.backward)
         outputs = [
             Buffer(name=f"{slot.tensor}:d{run.index}.{i}", indexed=True) if slot.cotangent is not None else None
             for i, slot in enumerate(run.inputs)
         ]
         stage.backward.append(Backward(run=run.index, cotangents=tuple(cotangents), outputs=tuple(outputs)))
-        stage.backward += [Free(buffer=buffer) for buffer in gathered]
+        stage.backward += [*(Free(buffer=buffer) for buffer in gathered.values()), *stage.delayed]
+        stage.delayed = []
+        scattered: list[tuple[Slot, list[Collective], Buffer]] = []
         for slot, cotangent in zip(run.inputs, outputs, strict=True):
             if cotangent is None:
                 continue
-            if slot.tensor in self.parameters:
-                self._accumulate(run.stage, slot, cotangent)
-            else:
+            if slot.tensor not in self.parameters:
                 stage.cotangents.setdefault(slot.tensor, []).append((_cotangent(slot), cotangent))
+            elif self._is_gathered(run.stage, self.parameters[slot.tensor]):
+                scattered.append((slot, self._shard_collectives(run, slot, cotangent), cotangent))
+            else:
+                self._accumulate(stage.backward, stage, slot, cotangent, _cotangent(slot))
+        self._scatter(stage, scattered)
         self._send_cotangents(run)
+
+    def _shard_collectives(self, run: Run, slot: Slot, cotangent: Buffer) -> list[Collective]:
+        home, name = self.parameters[slot.tensor], f"{slot.tensor}:shard{run.index}"
+        return self._collectives(run.stage, slot, cotangent, _cotangent(slot), home.optimizer_layout, name)
+
+    def _scatter(self, stage: _Stage, scattered: list[tuple[Slot, list[Collective], Buffer]]) -> None:
+        """Reduce gradients to the shards that are stored; they are awaited and added after the next run's backward."""
+        body = self._together([found for _, found, _ in scattered], takes_sources=True)
+        stage.backward += [i for i in body if not isinstance(i, Wait)]
+        stage.delayed += [i for i in body if isinstance(i, Wait)]
+        for slot, found, cotangent in scattered:
+            layout = self.parameters[slot.tensor].optimizer_layout
+            self._accumulate(stage.delayed, stage, slot, found[-1].target if found else cotangent, layout)
 
     def _output_cotangent(self, run: Run, slot: Slot) -> Buffer | None:
         """The complete cotangent of a run's output, in the layout that the run takes."""
@@ -394,22 +456,19 @@ class _Builder:
 
     # -- parameters
 
-    def _accumulate(self, s: int, slot: Slot, cotangent: Buffer) -> None:
-        stage, home, layout = self.stages[s], self.parameters[slot.tensor], _cotangent(slot)
-        if self._is_gathered(s, home):
-            name = f"{slot.tensor}:shard{len(stage.backward)}"
-            cotangent = self._change(stage.backward, s, slot, cotangent, layout, home.optimizer_layout, name)
-            layout = home.optimizer_layout
+    def _accumulate(
+        self, body: list[Instruction], stage: _Stage, slot: Slot, cotangent: Buffer, layout: Layout
+    ) -> None:
         sums = stage.gradients.setdefault(slot.tensor, {})
         target = sums.setdefault(layout, Buffer(name=f"{slot.tensor}:sum{len(sums)}"))
-        stage.backward.append(Accumulate(tensor=slot.tensor, target=target, source=cotangent))
+        body.append(Accumulate(tensor=slot.tensor, target=target, source=cotangent))
 
     def _send_gradients(self, s: int) -> None:
         """Bring every sum of gradients to the optimizer's layout at the parameter's home."""
         stage = self.stages[s]
         for name, sums in stage.gradients.items():
             home = self.parameters[name]
-            slot = Slot(tensor=name, layout=home.layout, cotangent=None, sizes=home.sizes)
+            slot = _whole(home)
             for i, (layout, buffer) in enumerate(list(sums.items())):
                 if home.stage == s:
                     continue
@@ -430,31 +489,52 @@ class _Builder:
 
     def _update(self, s: int) -> None:
         stage = self.stages[s]
-        updated: list[StoredParameter] = []
-        gradients = []
-        for home in self.parameters.values():
-            if home.stage != s or home.name not in stage.gradients:
-                continue
-            slot = Slot(tensor=home.name, layout=home.layout, cotangent=None, sizes=home.sizes)
-            parts = []
-            for i, (layout, buffer) in enumerate(stage.gradients[home.name].items()):
-                name = f"{home.name}:reduced{i}"
-                reduced = self._change(stage.exit, s, slot, buffer, layout, home.optimizer_layout, name)
-                stage.exit += [Free(buffer=buffer)] if reduced != buffer else []
-                parts.append(reduced)
-            parts += stage.imported_gradients.get(home.name, [])
-            gradient = self._sum(stage.exit, home.name, parts, f"{home.name}:gradient")
-            stage.exit += [Free(buffer=part) for part in parts if part != gradient]
-            gradients.append(gradient)
-            updated.append(home)
+        updated = [home for home in self.parameters.values() if home.stage == s and home.name in stage.gradients]
+        buckets = self._bucketed(s, updated)
+        gradients = [buckets.get(home.name) or self._reduced(s, home) for home in updated]
+        stage.exit += [Wait(buffer=gradient) for gradient in buckets.values()]
         targets = tuple(home.updated for home in updated)
         names = tuple(home.name for home in updated)
         stage.exit.append(Update(parameters=names, gradients=tuple(gradients), targets=targets))
         stage.exit += [Free(buffer=gradient) for gradient in gradients]
+        stage.exit += self._together(
+            [
+                self._collectives(s, _whole(home), home.updated, home.optimizer_layout, home.layout, home.buffer.name)
+                for home in updated
+                if home.updated != home.buffer
+            ]
+        )
+
+    def _bucketed(self, s: int, updated: list[StoredParameter]) -> dict[str, Buffer]:
+        """The gradients that are reduced during the last backward, by parameter: those with one sum, made here."""
+        stage, found = self.stages[s], {}
         for home in updated:
-            if home.updated != home.buffer:
-                slot = Slot(tensor=home.name, layout=home.layout, cotangent=None, sizes=home.sizes)
-                self._change(stage.exit, s, slot, home.updated, home.optimizer_layout, home.layout, home.buffer.name)
+            sums = stage.gradients[home.name]
+            if len(sums) == 1 and not stage.imported_gradients.get(home.name):
+                ((layout, buffer),) = sums.items()
+                name = f"{home.name}:reduced0"
+                parts = self._collectives(s, _whole(home), buffer, layout, home.optimizer_layout, name)
+                if len(parts) == 1 and may_be_coalesced(parts[0]):
+                    found[home.name] = parts[0]
+        ready = [i.target for i in stage.backward if isinstance(i, Accumulate)]
+        collectives = sorted(found.values(), key=lambda c: len(ready) - 1 - ready[::-1].index(c.source))
+        stage.buckets = coalesce(
+            self.graph, collectives, max_bytes=bucket_bytes(self.graph, collectives), takes_sources=True
+        )
+        return {name: collective.target for name, collective in found.items()}
+
+    def _reduced(self, s: int, home: StoredParameter) -> Buffer:
+        """The gradient of a parameter at its home, summed and reduced in the exit."""
+        stage, parts = self.stages[s], []
+        for i, (layout, buffer) in enumerate(stage.gradients[home.name].items()):
+            name = f"{home.name}:reduced{i}"
+            reduced = self._change(stage.exit, s, _whole(home), buffer, layout, home.optimizer_layout, name)
+            stage.exit += [Free(buffer=buffer)] if reduced != buffer else []
+            parts.append(reduced)
+        parts += stage.imported_gradients.get(home.name, [])
+        gradient = self._sum(stage.exit, home.name, parts, f"{home.name}:gradient")
+        stage.exit += [Free(buffer=part) for part in parts if part != gradient]
+        return gradient
 
     # -- loss
 
@@ -475,3 +555,8 @@ class _Builder:
 def _cotangent(slot: Slot) -> Layout:
     assert slot.cotangent is not None
     return slot.cotangent
+
+
+def _whole(home: StoredParameter) -> Slot:
+    """A stored parameter as the tensor that collectives move."""
+    return Slot(tensor=home.name, layout=home.layout, cotangent=None, sizes=home.sizes)

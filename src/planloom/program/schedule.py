@@ -10,6 +10,8 @@ from planloom.plan import Plan
 from planloom.program.values import BodyCall, Instruction, Program
 
 ENTER, EXIT = "enter", "exit"
+LAST_BACKWARD = "last backward"
+"""The backward of a stage's last micro-batch, where it also starts the reduction of gradients."""
 
 
 def schedule_calls(plan: Plan) -> tuple[tuple[BodyCall, ...], ...]:

@@ -104,6 +104,26 @@ class Collective:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Coalesced:
+    """Start several collectives as one: equal kinds and groups step by step, their arrays side by side in one message.
+
+    Each target is awaited by itself. `takes_sources`: the sources are copied at the start and forgotten.
+    """
+
+    collectives: tuple[Collective, ...]
+    takes_sources: bool = False
+
+    def __post_init__(self) -> None:
+        if len({signature(collective) for collective in self.collectives}) != 1:
+            raise ValueError("collectives of different kinds or groups cannot be one")
+
+
+def signature(collective: Collective) -> tuple[tuple[object, ...], ...]:
+    """What collectives must have in common to be carried out as one."""
+    return tuple((step.kind, step.groups, step.combine) for step in collective.steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
     """Elements from one device to another: boxes in the index of the sender's and of the receiver's array."""
 
@@ -190,7 +210,19 @@ class Update:
     targets: tuple[Buffer, ...]
 
 
-Instruction = Forward | Backward | Collective | Send | Receive | Wait | Sum | Accumulate | Seed | Free | Update
+Instruction = (
+    Forward | Backward | Collective | Coalesced | Send | Receive | Wait | Sum | Accumulate | Seed | Free | Update
+)
+
+
+def collectives_in(instruction: Instruction) -> tuple[Collective, ...]:
+    """The collectives that an instruction starts."""
+    match instruction:
+        case Collective():
+            return (instruction,)
+        case Coalesced(collectives=collectives):
+            return collectives
+    return ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

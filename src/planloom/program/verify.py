@@ -27,6 +27,7 @@ from planloom.program.values import (
     Accumulate,
     Backward,
     Buffer,
+    Coalesced,
     Collective,
     Forward,
     Free,
@@ -184,6 +185,11 @@ class _Interpreter:
         match instruction:
             case Collective():
                 self._collective(devices, instruction, micro)
+            case Coalesced(collectives=collectives, takes_sources=takes_sources):
+                for collective in collectives:
+                    self._collective(devices, collective, micro)
+                if takes_sources:
+                    self._take(devices, collectives, micro)
             case Wait():
                 return self._wait(devices, instruction, micro)
             case Send():
@@ -295,6 +301,20 @@ class _Interpreter:
             if source != target:
                 self.in_flight.setdefault((device, source), []).append(_Work("source", target=target))
         self.counts["collectives"] += sum(not step.is_local for step in collective.steps)
+
+    def _take(self, devices: tuple[int, ...], collectives: Sequence[Collective], micro: int) -> None:
+        """Sources that were copied at the start are forgotten, and no longer in flight."""
+        for device in devices:
+            for collective in collectives:
+                place = self._place(collective.source, micro)
+                if place[0] in self.persistent:
+                    raise _FaultError(collective.tensor, "a stored parameter is forgotten", (device,))
+                target = self._place(collective.target, micro)
+                others = [work for work in self.in_flight.get((device, place), ()) if work.target != target]
+                self._settle((device, place), others)
+                if others:
+                    raise _FaultError(collective.tensor, f"{collective.source} is forgotten in flight", (device,))
+                self.memory[device].pop(place, None)
 
     def _require_rows(self, device: int, collective: Collective, symbol: Symbol, micro: int) -> None:
         """A ragged tensor is moved with its mask: complete, and of the very rows that the device holds."""
@@ -465,6 +485,8 @@ def _describe(instruction: Instruction) -> str:
     match instruction:
         case Collective(source=source, target=target, steps=steps):
             return f"Collective {source} -> {target}: {'; '.join(map(str, steps))}"
+        case Coalesced(collectives=collectives):
+            return f"Coalesced {_describe(collectives[0])} and {len(collectives) - 1} others"
         case Send(channel=channel) | Receive(channel=channel):
             return f"{type(instruction).__name__} {channel}"
         case Forward(run=run) | Backward(run=run):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from planloom.cluster import Cluster
 from planloom.collective import Step
 from planloom.collective.geometry import geometry_of_groups
-from planloom.program import Collective, Program
+from planloom.program import Program, collectives_in
 
 
 def steps_words(cluster: Cluster, steps: Sequence[Step]) -> str:
@@ -24,11 +24,12 @@ def _step_words(cluster: Cluster, step: Step) -> str:
 
 
 def collectives_of(cluster: Cluster, program: Program) -> Counter[str]:
-    """How often every collective program occurs in the bodies of a program."""
+    """How often every collective program is started in the bodies of a program; coalesced ones count once."""
     return Counter(
         words
         for stage in program.stages
         for body in stage.bodies.values()
         for instruction in body
-        if isinstance(instruction, Collective) and (words := steps_words(cluster, instruction.steps))
+        for collective in collectives_in(instruction)[:1]
+        if (words := steps_words(cluster, collective.steps))
     )

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from math import prod
 
 import torch
@@ -15,6 +16,7 @@ from planloom.program import (
     Accumulate,
     Backward,
     Buffer,
+    Coalesced,
     Collective,
     Forward,
     Free,
@@ -27,6 +29,7 @@ from planloom.program import (
     Sum,
     Update,
     Wait,
+    collectives_in,
 )
 from planloom.simulate.timeline import Event, Stream
 
@@ -57,6 +60,7 @@ class Runtime:
         self._given = Given(blocks.graph, buffers, self.at)
         self.buffers = {name: buffers[name].clone() for name in blocks.graph.updates}
         self._memory: dict[Place, Tensor] = {}
+        self._borrowed: set[Place] = set()
         self._saved: dict[tuple[int, int], RunVjp] = {}
         self._in_flight: dict[Place, list[tuple[Finish, bool]]] = {}
         self._stored = {stored.name: stored for stored in self.stage.parameters}
@@ -150,6 +154,8 @@ class Runtime:
                 finish = self.wire.run_steps(steps, self._get(source, micro), sizes)
                 finish = _shaped(finish, instruction.factors)  # one dim a factor, not one a sub-factor
                 self._start(target, micro, _shaped(finish, self._factors(instruction.tensor)), delivers=True)
+            case Coalesced():
+                self._start_coalesced(instruction, micro)
             case Send(source=source, transfers=transfers, sizes=sizes, channel=channel):
                 tag = self._tag(channel, micro)
                 self._start(source, micro, self.wire.send(self._get(source, micro), sizes, transfers, tag))
@@ -165,11 +171,7 @@ class Runtime:
                     total += self._get(source, micro)
                 self._memory[self._place(target, micro)] = total
             case Accumulate(target=target, source=source):
-                place, value = self._place(target, micro), self._get(source, micro)
-                if place in self._memory:
-                    self._memory[place] += value
-                else:
-                    self._memory[place] = value.clone()
+                self._accumulate(self._place(target, micro), self._get(source, micro))
             case Seed(target=target, tensor=tensor):
                 dtype = getattr(torch, self.blocks.graph.tensors[tensor].dtype)
                 self._memory[self._place(target, micro)] = torch.ones((), dtype=dtype, device=self.at)
@@ -177,6 +179,27 @@ class Runtime:
                 self._free(buffer, micro)
             case Update():
                 self._update(instruction)
+
+    def _accumulate(self, place: Place, value: Tensor) -> None:
+        """The first value is kept as it is: autograd may have given it to others, too. The second makes a new one."""
+        if place not in self._memory:
+            self._memory[place] = value
+            self._borrowed.add(place)
+        elif place in self._borrowed:
+            self._memory[place] = self._memory[place] + value
+            self._borrowed.discard(place)
+        else:
+            self._memory[place] += value
+
+    def _start_coalesced(self, coalesced: Coalesced, micro: int) -> None:
+        members = coalesced.collectives
+        finish = self.wire.run_coalesced([(c.steps, self._get(c.source, micro), c.sizes) for c in members])
+        for i, collective in enumerate(members):
+            part = _shaped(partial(_item, finish, i), collective.factors)
+            part = _shaped(part, self._factors(collective.tensor))
+            self._start(collective.target, micro, part, delivers=True)
+            if coalesced.takes_sources:
+                del self._memory[self._place(collective.source, micro)]
 
     def _factors(self, tensor: str) -> tuple[tuple[int, ...], ...]:
         return self.blocks.graph.tensors[tensor].factors
@@ -231,6 +254,10 @@ class Runtime:
                 self._memory[target, -1] = self.shards[name].detach()
 
 
+def _item(finish: Callable[[], list[Tensor]], i: int) -> Tensor:
+    return finish()[i]
+
+
 def _shaped(finish: Finish, factors: tuple[tuple[int, ...], ...]) -> Finish:
     """The result with the tensor's own dims instead of one dim a factor."""
 
@@ -259,8 +286,8 @@ def _all_groups(program: Program) -> list[tuple[int, ...]]:
         for stage in program.stages
         for body in stage.bodies.values()
         for instruction in body
-        if isinstance(instruction, Collective)
-        for step in instruction.steps
+        for collective in collectives_in(instruction)
+        for step in collective.steps
         if not step.is_local
         for group in step.groups
     ]
