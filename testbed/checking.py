@@ -57,6 +57,7 @@ def check_network(testbed: Testbed) -> CheckResult:
         timeout_seconds=_START_SECONDS + 4 * sum(measure_seconds) + len(trials),
         env={"TESTBED_TRIALS": json.dumps(plan)},
         grace_seconds=1.0,
+        limited=False,  # the links are measured, not the ranks
     )
     if ended.exit_code != 0:
         raise TestbedError(

@@ -1,6 +1,9 @@
 """What a rank is told about itself: torchrun's variables, and the address that libraries have to bind to."""
 
 from planloom.cluster import Cluster
+from testbed.cgroups import Groups
+from testbed.devices import ALLOCATOR_ENVIRONMENT, THREADS_ENVIRONMENT, DevicePlan
+from testbed.limits import GROUP_VARIABLE
 from testbed.network import ADDRESS_INTERFACE
 from testbed.wiring import device_address
 
@@ -28,4 +31,14 @@ def rank_environment(cluster: Cluster, rank: int, cluster_path: str, number_of_r
         "PYTHONUNBUFFERED": "1",
         "TESTBED_CLUSTER": cluster_path,
         "TESTBED_ADDRESS": device_address(rank),
+    }
+
+
+def device_environment(plan: DevicePlan, groups: Groups, rank: int) -> dict[str, str]:
+    """The variables of a rank with limits, in addition."""
+    return {
+        **THREADS_ENVIRONMENT,
+        **ALLOCATOR_ENVIRONMENT,
+        "TESTBED_CPU_SHARE": f"{plan.share:g}",
+        GROUP_VARIABLE: str(groups.folder("memory", f"rank{rank}")),
     }

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from planloom.cluster import Cluster
 from testbed.routing import Routing, route
-from testbed.shaping import MTU_BYTES, WINDOW_BYTES, largest_packet_bytes, shape
+from testbed.shaping import FINE, MTU_BYTES, WINDOW_BYTES, Packets, largest_packet_bytes, shape
 from testbed.wiring import FABRIC, Wiring, device_name, wire
 
 ADDRESS_INTERFACE = "dev0"
@@ -57,8 +57,8 @@ class NetworkScript:
     cables: list[str]
 
 
-def network_script(cluster: Cluster) -> NetworkScript:
-    """The commands that build a cluster's network."""
+def network_script(cluster: Cluster, packets: Packets = FINE) -> NetworkScript:
+    """The commands that build a cluster's network, with packets of this size."""
     wiring = wire(cluster)
     routing = route(wiring)
     scripts = {FABRIC: NamespaceScript(name=FABRIC, settings=_FABRIC_SETTINGS, ip=_bridges(wiring))}
@@ -70,7 +70,7 @@ def network_script(cluster: Cluster) -> NetworkScript:
             f"name {end.interface} address {end.mac} mtu {MTU_BYTES} netns {{{end.namespace}}}" for end in cable.ends
         )
         cables.append(f"link add {one} type veth peer {other}")
-        packet_bytes = largest_packet_bytes(cluster.levels[cable.level].link.bandwidth_bytes_per_second)
+        packet_bytes = largest_packet_bytes(cluster.levels[cable.level].link.bandwidth_bytes_per_second, packets)
         for end in cable.ends:
             script = scripts[end.namespace]
             master = f" master {end.bridge}" if end.bridge else ""
@@ -78,7 +78,7 @@ def network_script(cluster: Cluster) -> NetworkScript:
             users = routing.users.get((end.namespace, end.interface), ())
             if cable.bytes_per_second and users:
                 pairs = [(wiring.addresses[device_name(a)], wiring.addresses[device_name(b)]) for a, b in users]
-                script.tc.extend(shape(end.interface, cable.bytes_per_second, pairs))
+                script.tc.extend(shape(end.interface, cable.bytes_per_second, pairs, packets))
     for name in wiring.addresses:
         scripts[name].ip.extend(_routes(routing, name))
     return NetworkScript(namespaces=list(scripts.values()), cables=cables)

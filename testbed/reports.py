@@ -1,9 +1,12 @@
 """Results as people and programs read them: a table, JSON documents."""
 
+from dataclasses import asdict
+
 from rich.table import Table
 
 from testbed.checking import TOLERANCE, CheckResult
 from testbed.results import RunResult
+from testbed.speed import SPEED_TOLERANCE, SpeedCheck
 
 
 def run_document(result: RunResult) -> dict[str, object]:
@@ -15,6 +18,7 @@ def run_document(result: RunResult) -> dict[str, object]:
                 "rank": rank.rank,
                 "exit_code": rank.exit_code,
                 "ended_by_testbed": rank.ended_by_testbed,
+                "out_of_memory": rank.out_of_memory,
                 "stdout": rank.stdout,
                 "stderr": rank.stderr,
             }
@@ -63,6 +67,39 @@ def check_table(checked: CheckResult, name: str) -> Table:
             _megabits(wanted) + (" together" if together else " each" if len(trial.flows) > 1 else ""),
             _megabits(result.bytes_per_second),
             f"[{colour}]{result.deviation:+.1%}[/{colour}]",
+        )
+    return table
+
+
+def speed_document(checked: SpeedCheck) -> dict[str, object]:
+    return {
+        "ok": checked.ok,
+        "tolerance": SPEED_TOLERANCE,
+        "num_ranks": checked.num_ranks,
+        "cpu_share": checked.cpu_share,
+        "loops": [asdict(result) for result in checked.results],
+    }
+
+
+def speed_table(checked: SpeedCheck, name: str) -> Table:
+    title = f"Speed of ranks of {name}: {checked.num_ranks} with {checked.cpu_share:g} of a core each"
+    table = Table(title=title, box=None, title_justify="left", header_style="dim")
+    table.add_column("rank")
+    table.add_column("the others")
+    for column in ("loop, ms", "CPU, ms", "share", "share off", "time off"):
+        table.add_column(column, justify="right")
+    for result in checked.results:
+        off = [
+            f"[{'green' if abs(value) <= SPEED_TOLERANCE else 'bold red'}]{value:+.1%}[/]"
+            for value in (result.share_deviation, result.speed_deviation)
+        ]
+        table.add_row(
+            str(result.rank),
+            result.others,
+            f"{result.seconds * 1e3:.1f}",
+            f"{result.cpu_seconds * 1e3:.1f}",
+            f"{result.share:.4f}",
+            *off,
         )
     return table
 

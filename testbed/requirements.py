@@ -32,10 +32,15 @@ def _may_build() -> bool:
     return all(effective >> number & 1 for number in (_CAP_SYS_ADMIN, _CAP_NET_ADMIN))
 
 
+def can_install(reason: str) -> bool:
+    """Whether what is missing is a package, and there is something to install it with."""
+    return "iproute2" in reason and shutil.which("apt-get") is not None
+
+
 def require() -> None:
     """See to it that a testbed can be built here, or say what it takes."""
     reason = missing()
-    if "iproute2" in reason and shutil.which("apt-get"):
+    if can_install(reason):
         _install()
         reason = missing()
     if reason:

@@ -21,6 +21,7 @@ class RankResult:
     ended_by_testbed: bool  # because of another rank, the time limit, or a stop
     stdout: str
     stderr: str
+    out_of_memory: bool = False  # the kernel has killed a process of the rank: its memory limit was reached
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +43,7 @@ class ResultCollector:
         self._lines: dict[tuple[int, str], list[str]] = {
             (rank, stream): [] for rank in range(num_ranks) for stream in ("stdout", "stderr")
         }
-        self._exits: dict[int, tuple[int, bool]] = {}  # in the order in which they ended
+        self._exits: dict[int, tuple[int, bool, bool]] = {}  # in the order in which they ended
         self._timed_out = False
 
     def take(self, message: Message) -> None:
@@ -52,7 +53,7 @@ class ResultCollector:
                 if self._on_line is not None:
                     self._on_line(message["rank"], message["stream"], message["text"])
             case "exit":
-                self._exits[message["rank"]] = (message["code"], message["ended"])
+                self._exits[message["rank"]] = (message["code"], message["ended"], message["out_of_memory"])
             case "done":
                 self.done, self._timed_out = True, message["timed_out"]
 
@@ -62,11 +63,12 @@ class ResultCollector:
                 rank=rank,
                 exit_code=code,
                 ended_by_testbed=ended,
+                out_of_memory=out_of_memory,
                 stdout="".join(f"{line}\n" for line in self._lines[rank, "stdout"]),
                 stderr="".join(f"{line}\n" for line in self._lines[rank, "stderr"]),
             )
-            for rank, (code, ended) in sorted(self._exits.items())
+            for rank, (code, ended, out_of_memory) in sorted(self._exits.items())
         )
-        failed = [code for code, ended in self._exits.values() if code != 0 and not ended]
+        failed = [code for code, ended, _ in self._exits.values() if code != 0 and not ended]
         exit_code = failed[0] if failed else TIMEOUT_EXIT_CODE if self._timed_out else 0
         return RunResult(ranks=ranks, exit_code=exit_code, timed_out=self._timed_out, seconds=seconds)

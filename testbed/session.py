@@ -18,11 +18,14 @@ from typing import Self
 
 from planloom.cluster import Cluster, cluster_to_yaml, load_cluster
 from testbed import requirements
-from testbed.environment import rank_environment
+from testbed.cgroups import Groups
+from testbed.devices import DeviceLimits, DevicePlan, plan_here
+from testbed.environment import device_environment, rank_environment
 from testbed.errors import TestbedError
 from testbed.messages import Channel, Message
 from testbed.network import network_script
 from testbed.results import LineListener, ResultCollector, RunResult
+from testbed.shaping import COARSE, FINE
 from testbed.supervisor import SCRATCH
 from testbed.wiring import device_address, device_name
 
@@ -38,13 +41,19 @@ class Testbed:
 
     __test__ = False  # not a test class, whatever its name says to pytest
 
-    def __init__(self, cluster: Cluster | str | Path) -> None:
-        """`cluster` is a cluster, the path of a cluster file, or the name of a preset."""
+    def __init__(self, cluster: Cluster | str | Path, *, devices: DeviceLimits | None = None) -> None:
+        """`cluster` is a cluster, the path of a cluster file, or the name of a preset.
+
+        With `devices`, every rank is held to a share of a core and to its memory; without, ranks share the machine.
+        """
         self.cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
         on_disk = not isinstance(cluster, Cluster) and Path(cluster).is_file()
         self.cluster_path = str(Path(str(cluster)).resolve()) if on_disk else f"{SCRATCH}/cluster.yaml"
         self.build_seconds = 0.0
-        self._network = network_script(self.cluster)
+        self.device_plan: DevicePlan | None = None
+        self._devices = devices
+        self._groups: Groups | None = None
+        self._network = network_script(self.cluster, FINE if devices is None else COARSE)
         self._channel: Channel | None = None
         self._launcher: subprocess.Popen[bytes] | None = None
         self._num_runs = 0
@@ -54,6 +63,8 @@ class Testbed:
             raise TestbedError("the testbed is built already", given="a second `with`", required="one at a time")
         requirements.require()
         started = time.monotonic()
+        if self._devices is not None:
+            self.device_plan, self._groups = plan_here(self.cluster, self._devices)
         self._start_supervisor()
         try:
             self._say(
@@ -83,26 +94,32 @@ class Testbed:
         env: Mapping[str, str] | None = None,
         grace_seconds: float = GRACE_SECONDS,
         on_line: LineListener | None = None,
+        limited: bool = True,
     ) -> RunResult:
         """Run a command once for each device, in its namespace; return when all have ended.
 
         `env` is added to this process's environment, and to both what a rank has to know (`testbed.environment`). When
-        a rank fails, the others have `grace_seconds` to end by themselves.
+        a rank fails, the others have `grace_seconds` to end by themselves. A run that is not `limited` knows nothing of
+        the limits of devices.
         """
-        if not command:
-            raise TestbedError("there is no command to run", given="nothing", required="a program and its arguments")
+        require_command(command)
         started = time.monotonic()
         base = {**os.environ, **(env or {})}
         ranks = range(self.cluster.num_devices)
         self._num_runs += 1
+        plan, groups = (self.device_plan, self._groups) if limited else (None, None)
         self._say(
             {
                 "op": "run",
                 "command": [str(word) for word in command],
                 "folder": str(Path.cwd()),
                 "environments": [
-                    base | rank_environment(self.cluster, rank, self.cluster_path, self._num_runs) for rank in ranks
+                    base
+                    | rank_environment(self.cluster, rank, self.cluster_path, self._num_runs)
+                    | ({} if plan is None or groups is None else device_environment(plan, groups, rank))
+                    for rank in ranks
                 ],
+                "devices": None if plan is None else plan.to_message(),
                 "timeout_seconds": timeout_seconds,
                 "grace_seconds": grace_seconds,
                 "kill_seconds": KILL_SECONDS,
@@ -133,6 +150,9 @@ class Testbed:
                 self._launcher.kill()  # takes the supervisor along
                 self._launcher.wait()
             self._launcher = None
+        if self._groups is not None:
+            self._groups.remove()  # done by the launcher, if it has not been killed
+            self._groups = None
 
     def _host_names(self) -> str:
         """Names in /etc/hosts: torch looks up the name of every address that it connects to, and warns without one."""
@@ -142,9 +162,10 @@ class Testbed:
     def _start_supervisor(self) -> None:
         ours, theirs = socket.socketpair()
         root = Path(__file__).resolve().parents[1]
+        groups = "" if self._groups is None else self._groups.to_text()
         program = (
             f"import sys; sys.path.insert(0, {str(root)!r}); from testbed.launcher import main; "
-            f"main({theirs.fileno()}, {os.getpid()})"
+            f"main({theirs.fileno()}, {os.getpid()}, {groups!r})"
         )
         with theirs:
             self._launcher = subprocess.Popen(
@@ -194,6 +215,11 @@ def _lost(reason: str) -> TestbedError:
     )
 
 
+def require_command(command: Sequence[str]) -> None:
+    if not command:
+        raise TestbedError("there is no command to run", given="nothing", required="a program and its arguments")
+
+
 def run_on_testbed(
     cluster: Cluster | str | Path,
     command: Sequence[str],
@@ -201,7 +227,8 @@ def run_on_testbed(
     timeout_seconds: float,
     env: Mapping[str, str] | None = None,
     on_line: LineListener | None = None,
+    devices: DeviceLimits | None = None,
 ) -> RunResult:
     """Build a cluster's network, run a command once for each device, take the network down."""
-    with Testbed(cluster) as testbed:
+    with Testbed(cluster, devices=devices) as testbed:
         return testbed.run(command, timeout_seconds=timeout_seconds, env=env, on_line=on_line)

@@ -22,6 +22,7 @@ All figures [Empirical]: 2-core VM, Linux 6.18, 2026-11-16.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 MTU_BYTES = 9000
 """1,500, 9,000 and 65,000 bytes cost about the same time, since many packets of a flow pass through the machine as one;
@@ -34,7 +35,24 @@ WIRE_SHARE = (MTU_BYTES + _ETHERNET_BYTES) / (MTU_BYTES - _HEADER_BYTES)
 
 _MIN_BURST_BYTES = 10_000
 _BURST_SECONDS = 0.0005
-_MIN_PACKET_BYTES, _MAX_PACKET_BYTES, _PACKET_SECONDS = 2 * MTU_BYTES, 65_536, 0.001
+_MAX_PACKET_BYTES = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class Packets:
+    """How large packets may be: what a link carries in so much time, but not less than so many bytes."""
+
+    min_bytes: int
+    seconds: float
+
+
+FINE = Packets(2 * MTU_BYTES, 0.001)
+COARSE = Packets(5 * MTU_BYTES, 0.0025)
+"""For testbeds whose ranks have quotas. Every packet costs an interrupt or two for each link on its way, and the kernel
+counts that time as the time of the rank that is interrupted: with fine packets, six flows of 50 Mbit/s or two of 200
+made uninvolved ranks 6 to 14 % slower, with coarse ones 3 to 6 %; two flows of 100 or six of 20, 2 to 5 %. What it
+costs: an idle link passes 256 KB 17 % too fast at 100 Mbit/s, 1 MB 2 %, 4 MB 0.3 % (fine: 3.4, 0.2 and 0 %)."""
+
 _CLASS_BURST_BYTES = 1_600  # a class of its own must not bring the link a burst more
 _QUEUE_BYTES = 4_000_000
 WINDOW_BYTES = 1_048_576
@@ -44,18 +62,20 @@ _MAX_PAIR_CLASSES = 64
 _FIRST_PAIR_CLASS = 0x10
 
 
-def largest_packet_bytes(bytes_per_second: float) -> int:
+def largest_packet_bytes(bytes_per_second: float, packets: Packets = FINE) -> int:
     """What a device may hand to a link of this bandwidth as one packet (the kernel's gso_max_size)."""
-    return round(min(max(_MIN_PACKET_BYTES, bytes_per_second * _PACKET_SECONDS), _MAX_PACKET_BYTES))
+    return round(min(max(packets.min_bytes, bytes_per_second * packets.seconds), _MAX_PACKET_BYTES))
 
 
-def shape(interface: str, bytes_per_second: float, pairs: Sequence[tuple[str, str]]) -> list[str]:
+def shape(
+    interface: str, bytes_per_second: float, pairs: Sequence[tuple[str, str]], packets: Packets = FINE
+) -> list[str]:
     """Lines for `tc -batch`: hold an interface to a bandwidth that the (source, destination) addresses share."""
     rate = bytes_per_second * WIRE_SHARE
     burst = round(max(_MIN_BURST_BYTES, rate * _BURST_SECONDS))
     flows = _matches(pairs)
     own = f"rate {_bits(rate / (100 * (len(flows) + 1)))} burst {_CLASS_BURST_BYTES}b"
-    whole = f"ceil {_bits(rate)} cburst {burst}b quantum {largest_packet_bytes(bytes_per_second)}"
+    whole = f"ceil {_bits(rate)} cburst {burst}b quantum {largest_packet_bytes(bytes_per_second, packets)}"
     lines = [
         f"qdisc add dev {interface} root handle 1: htb default 2",
         f"class add dev {interface} parent 1: classid 1:1 htb rate {_bits(rate)} burst {burst}b {whole}",

@@ -4,6 +4,7 @@ It is told what to do, and tells what happens, over one channel:
 
     build   the namespaces, cables, addresses, routes and shaping of a `NetworkScript`     built, or refused
     run     a command, once for each device, in that device's namespace (`testbed.ranks`)  line, exit, ..., done
+            and, where devices have limits, in its control groups
     (end)   the other side has closed the channel: the supervisor ends, and with it everything
 
 A namespace has no name and no process of its own: it lives by a descriptor that is open here. Children are told of it
@@ -19,8 +20,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from testbed import kernel
+from testbed.cgroups import Groups
 from testbed.messages import Channel, Message
-from testbed.ranks import run_ranks
+from testbed.ranks import NamespaceRun
 
 SCRATCH = "/run/planloom-testbed"
 """Where the supervisor and its children see a file system of their own that goes with them."""
@@ -30,8 +32,8 @@ _PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin:/usr/bin:/bin"
 _FABRIC = "fabric"
 
 
-def serve(channel: Channel) -> None:
-    """Serve one testbed until it closes the channel."""
+def serve(channel: Channel, groups: Groups | None) -> None:
+    """Serve one testbed until it closes the channel; `groups` are those of its ranks, where they have limits."""
     networks: dict[str, int] = {}
     with contextlib.suppress(EOFError):
         while True:
@@ -43,7 +45,7 @@ def serve(channel: Channel) -> None:
                     networks.update(_build(message["network"]))
                     channel.send({"event": "built", "seconds": time.monotonic() - started})
                 else:
-                    run_ranks(channel, message, networks)
+                    NamespaceRun(message, channel, networks, groups).go()
             except (OSError, subprocess.SubprocessError, _CommandFailedError) as error:
                 channel.send({"event": "refused", "what": str(error) or repr(error)})
             except EOFError:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from planloom.cluster import Cluster, Device, Level, Link, exchange_seconds
+from planloom.cluster.routes import wire_loads
 from planloom.collective import Step
 from planloom.cost import Prices, PriceStore, collective_key, run_fingerprint, run_key
 from planloom.errors import PriceError
@@ -79,14 +80,36 @@ def test_equal_local_work_has_one_fingerprint_and_other_shapes_another() -> None
 
 
 def test_measured_collectives_are_interpolated_and_extended() -> None:
-    known = {collective_key("all_reduce", 2, n): s for n, s in ((1000, 1.0), (3000, 3.0), (5000, 9.0))}
-    prices = Prices(blocks=tiny_blocks(), cluster=cluster(shared=True), measured=known, measured_links=True)
     step = Step(kind="all_reduce", groups=((0, 1), (2, 3)), shape=(2,))
+    sizes = ((1000, 1.0), (3000, 3.0), (5000, 9.0))
+    known = {collective_key("all_reduce", step.groups, n): s for n, s in sizes}
+    prices = Prices(blocks=tiny_blocks(), cluster=cluster(shared=True), measured=known, measured_links=True)
     assert prices.step(step, 2000).seconds == pytest.approx(2.0)
     assert prices.step(step, 4000).seconds == pytest.approx(6.0)
     assert prices.step(step, 6000).seconds == pytest.approx(12.0)
     assert prices.step(step, 10).seconds == pytest.approx(1.0)
-    assert prices.step(step, 10).source == "measured"
+    assert prices.step(step, 10).source == "interpolated"
+    assert prices.step(step, 3000).source == "measured"
+    across = Step(kind="all_reduce", groups=((0, 2), (1, 3)), shape=(2,))
+    assert prices.step(across, 3000).source == "modelled", "other groups are other links"
+
+
+def test_a_price_has_an_uncertainty_by_its_source() -> None:
+    built = program("dp=2")
+    key = run_key(run_fingerprint(tiny_blocks(), built, built.runs[0]), "forward")
+    modelled = Prices(blocks=tiny_blocks(), cluster=cluster(shared=True))
+    measured = replace(modelled, measured={key: 0.25}, spreads={key: 0.005})
+    assert modelled.run(built, built.runs[0], "forward").uncertainty > 0.1
+    assert measured.run(built, built.runs[0], "forward").uncertainty == pytest.approx(0.02)
+
+
+def test_a_crossbars_exchange_is_that_of_its_routes() -> None:
+    for shared in (True, False):
+        machine = cluster(shared=shared)
+        messages = [(0, 2, 100.0), (1, 3, 50.0), (0, 1, 10.0), (3, 0, 70.0)]
+        loads = wire_loads(machine, messages)
+        slowest = max(n / machine.levels[wire[0]].link.bandwidth_bytes_per_second for wire, n in loads.items())
+        assert exchange_seconds(machine, messages) == pytest.approx(slowest + LATENCY, rel=1e-9)
 
 
 def test_a_dtype_without_a_rate_is_an_error_not_a_guess() -> None:

@@ -49,7 +49,8 @@ def _require_split(program: Program, stage: int, kind: type[Send | Receive], sid
         "features": (batch, sequence, features // number),
         "batch and sequence": (batch // 2, sequence // (number // 2), features),
     }[side.split]
-    crossing = [i for i in program.stages[stage].bodies["forward"] if isinstance(i, kind)]
+    body = "forward" if kind is Send else "forward receives"
+    crossing = [i for i in program.stages[stage].bodies[body] if isinstance(i, kind)]
     assert [i.sizes for i in crossing] == [expected] * 2
 
 

@@ -1,4 +1,6 @@
-"""The simulator: closed forms, overlap, and what its timeline says."""
+"""The simulator: closed forms, overlap, contention, and what its timeline says."""
+
+import json
 
 from dataclasses import dataclass
 
@@ -6,13 +8,17 @@ import pytest
 import torch
 
 from planloom.capture import batch_spec
+from planloom.cluster import Cluster, load_cluster
 from planloom.collective import Step
-from planloom.cost import Price
+from planloom.cost import Price, RunMemory
+from planloom.cost.memory import run_memory
 from planloom.errors import PriceError
+from planloom.graph.flops import training_flops
+from planloom.layout import Mesh
 from planloom.plan import Call, named_plan, parse_named
-from planloom.program import Program, Run, Transfer, build_program
-from planloom.report import timeline_svg
-from planloom.simulate import simulate
+from planloom.program import Coalesced, Program, Run, StageProgram, Transfer, build_program
+from planloom.report import chrome_trace, timeline_svg
+from planloom.simulate import Summary, Timeline, simulate
 from tests.torch.captured import captured
 
 
@@ -24,20 +30,36 @@ class FixedPrices:
     exchange_seconds: float = 0.0
     step_seconds: float = 0.0
     update_seconds: float = 0.0
+    level: int = -1
+    """The level whose wires all communication keeps busy; none."""
+    compute_slowdown: float = 1.0
+    communication_slowdown: float = 1.0
 
     @property
     def blocks(self) -> object:
         return captured("gpt", torch.float32).blocks
+
+    @property
+    def cluster(self) -> Cluster:
+        return load_cluster("two-by-two")
+
+    def run_memory(self, program: Program, run: Run) -> RunMemory:
+        return run_memory(self.blocks, program, run, fused=False)  # type: ignore[arg-type]
+
+    def update_bytes(self, stage: StageProgram) -> int:
+        return 0
 
     def run(self, program: Program, run: Run, phase: str) -> Price:
         count = sum(1 for other in program.runs if other.stage == run.stage)
         return Price(seconds=(1.0 if phase == "forward" else 2.0) / count, source="measured")
 
     def step(self, step: Step, num_bytes: int) -> Price:
-        return Price(seconds=self.step_seconds, source="modelled")
+        busy = ((self.level, self.step_seconds),) if self.level >= 0 else ()
+        return Price(seconds=self.step_seconds, source="modelled", busy=busy)
 
     def exchange(self, transfers: tuple[Transfer, ...], item_bytes: int) -> Price:
-        return Price(seconds=self.exchange_seconds, source="modelled")
+        busy = ((self.level, self.exchange_seconds),) if self.level >= 0 else ()
+        return Price(seconds=self.exchange_seconds, source="modelled", busy=busy)
 
     def memory(self, num_bytes: int) -> Price:
         return Price(seconds=0.0, source="modelled")
@@ -111,3 +133,69 @@ def test_a_picture_has_a_bar_for_every_event() -> None:
     assert "simulated &lt;1f1b&gt;" in picture
     assert "device 0" in picture
     assert "device 1" in picture
+
+
+def summary_of(timeline: Timeline) -> Summary:
+    assert timeline.summary is not None
+    return timeline.summary
+
+
+@pytest.mark.parametrize(("schedule", "num_micro"), [("gpipe", 4), ("1f1b", 4), ("1f1b", 8)])
+def test_the_bubble_of_a_pipeline_is_the_closed_form(schedule: str, num_micro: int) -> None:
+    built = program(f"pp=2,micro={num_micro},{schedule}")
+    assert summary_of(simulate(built, FixedPrices(built))).bubble == pytest.approx(1 / (num_micro + 1))
+
+
+def test_gradients_are_reduced_during_the_backward() -> None:
+    """The first buckets hide behind the rest of the backward."""
+    built = program("dp=2")
+    buckets = sum(isinstance(i, Coalesced) for i in built.stages[0].bodies["last backward"])
+    assert buckets >= 2
+    timeline = simulate(built, FixedPrices(built, step_seconds=0.01))
+    summary = summary_of(timeline)
+    assert summary.step_seconds < 3.0 + 0.01 * buckets
+    assert set(summary.exposed_communication) == {"dp"}
+    hidden = timeline.busy_seconds(0, "communication") - summary.exposed_communication["dp"]
+    assert hidden == pytest.approx(0.01 * (buckets - 1), rel=0.01)
+
+
+def test_computing_is_slower_while_the_device_communicates() -> None:
+    built = program("dp=2")
+    plain = simulate(built, FixedPrices(built, step_seconds=0.05)).step_seconds
+    slowed = simulate(built, FixedPrices(built, step_seconds=0.05, compute_slowdown=1.5)).step_seconds
+    assert plain < slowed < 1.5 * plain
+
+
+def test_stages_that_share_an_uplink_are_in_each_others_way() -> None:
+    """Both stages have a device in each node, and reduce over the one uplink that a node has."""
+    model = captured("gpt", torch.float32)
+    mesh = Mesh(axes=Mesh.of(range(4), pp=2, dp=2).axes, devices=(0, 2, 1, 3))
+    plan = named_plan(model.blocks, parse_named("pp=2,dp=2,micro=2,gpipe"), batch=batch_spec(model.batch), mesh=mesh)
+    built = build_program(model.blocks, plan)
+    apart = simulate(built, FixedPrices(built, step_seconds=2.0)).step_seconds
+    sharing = simulate(built, FixedPrices(built, step_seconds=2.0, level=0)).step_seconds
+    assert sharing > apart + 1.0
+
+
+def test_shared_wires_do_not_matter_to_what_comes_one_after_another() -> None:
+    built = program("tp=2")
+    apart = simulate(built, FixedPrices(built, step_seconds=0.125)).step_seconds
+    assert simulate(built, FixedPrices(built, step_seconds=0.125, level=0)).step_seconds == pytest.approx(apart)
+
+
+def test_mfu_is_that_of_the_models_operations() -> None:
+    built = program("dp=2")
+    prices = FixedPrices(built)
+    operations = training_flops(captured("gpt", torch.float32).blocks.graph, counting="causal")
+    rate = prices.cluster.device.flops_per_second["float32"]
+    assert summary_of(simulate(built, prices)).mfu == pytest.approx(operations / (2 * 3.0 * rate))
+
+
+def test_a_trace_has_every_event_on_its_device() -> None:
+    built = program("pp=2,micro=2,1f1b")
+    timeline = simulate(built, FixedPrices(built, exchange_seconds=0.1))
+    trace = json.loads(chrome_trace(timeline))
+    bars = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert len(bars) == len(timeline.events)
+    assert {bar["pid"] for bar in bars} == {0, 1}
+    assert max(bar["ts"] + bar["dur"] for bar in bars) == pytest.approx(timeline.step_seconds * 1e6)

@@ -62,6 +62,11 @@ class BlockGraph:
     blocks: tuple[Block, ...]
 
     @cached_property
+    def found(self) -> dict[str, object]:
+        """What is found once and asked for often: segments."""
+        return {}
+
+    @cached_property
     def producer(self) -> dict[str, int]:
         return {name: block.index for block in self.blocks for name in block.outputs}
 

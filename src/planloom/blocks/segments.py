@@ -78,6 +78,12 @@ def _with_sources(blocks: BlockGraph, works: list[str]) -> list[str]:
 
 def find_segments(blocks: BlockGraph) -> tuple[Segment, ...]:
     """A partition of the blocks into segments, repetitions found first."""
+    if "segments" not in blocks.found:
+        blocks.found["segments"] = _find_segments(blocks)
+    return blocks.found["segments"]  # type: ignore[return-value]
+
+
+def _find_segments(blocks: BlockGraph) -> tuple[Segment, ...]:
     prints = _with_sources(blocks, [block_fingerprint(blocks, block) for block in blocks.blocks])
     crossing = _crossings(blocks)
     return tuple(

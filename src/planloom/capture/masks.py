@@ -2,7 +2,8 @@
 
 Hugging Face traces attention with a mask built from `arange`, where eager execution says `is_causal=True`. A mask of a
 real sequence has billions of elements, but it is made of short vectors: what is short is computed, what is large is
-followed as a *band*: element (…, q, k) is true where low ≤ k − q ≤ high. The causal mask is the band up to 0.
+followed as a *band*: element (…, q, k) is true where low ≤ k − q ≤ high. The causal mask is the band up to 0. Of what
+is equal for every sample of a batch, one sample is computed: a global batch has millions of tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,8 @@ from planloom.graph import FLOAT_MARK, Op, Tensor, is_reference
 
 _LARGEST_COMPUTED = 1 << 20
 _PASSED = ("aten.expand.default", "aten.reshape.default", "aten.unsqueeze.default", "aten._to_copy.default")
+_FOR_EACH_SAMPLE = ("slice", "sub", "add", "ne", "eq", "diff", "cumsum", "_to_copy")
+"""Operators that work on every sample by itself where they do not work along the first dim."""
 _AND = ("aten.__and__.Tensor", "aten.bitwise_and.Tensor", "aten.logical_and.default")
 
 
@@ -38,10 +41,16 @@ class Band:
 def find_bands(ops: Sequence[Op], tensors: Mapping[str, Tensor]) -> dict[str, Band]:
     """The bands among the results of operators that read no input, no buffer and no parameter."""
     known: dict[str, torch.Tensor] = {}
+    samples: dict[str, torch.Tensor] = {}
     bands: dict[str, Band] = {}
     for op in ops:
         name = op.outputs[0]
+        sample = _sample(op, known, samples, tensors)
+        if sample is not None:
+            samples[name] = sample
         if any(source not in known and source not in bands for source in op.inputs):
+            if op.target == "aten.eq.Tensor" and _are_one_number(op, samples):
+                bands[name] = Band()
             continue
         small = tensors[name].shape == () or _numel(tensors[name]) <= _LARGEST_COMPUTED
         if small and all(source in known for source in op.inputs) and op.target.startswith("aten."):
@@ -52,6 +61,36 @@ def find_bands(ops: Sequence[Op], tensors: Mapping[str, Tensor]) -> dict[str, Ba
         if band is not None:
             bands[name] = band
     return bands
+
+
+def _sample(
+    op: Op, known: Mapping[str, torch.Tensor], samples: Mapping[str, torch.Tensor], tensors: Mapping[str, Tensor]
+) -> torch.Tensor | None:
+    """One sample, of size one in the first dim, of a result that is equal for all of them."""
+    word, shape = op.target.split(".")[1], tensors[op.outputs[0]].shape
+    if word == "expand" and op.inputs[0] in known and len(shape) > 1:
+        value = known[op.inputs[0]]
+        return value if tuple(value.shape) == (1, *shape[1:]) else None
+    if not op.inputs or op.inputs[0] not in samples:
+        return None
+    if word == "index" and _is_one_number(samples[op.inputs[0]]):
+        return samples[op.inputs[0]].flatten()[:1].reshape([1] * len(shape))
+    along_first = any(isinstance(arg, int) and arg == 0 for arg in op.args[1:2]) and word in ("slice", "diff", "cumsum")
+    if word in _FOR_EACH_SAMPLE and all(source in samples for source in op.inputs) and not along_first:
+        found = _compute(op, samples)
+        return found if tuple(found.shape) == (1, *shape[1:]) else None
+    return None
+
+
+def _is_one_number(values: torch.Tensor) -> bool:
+    return bool((values == values.flatten()[0]).all())
+
+
+def _are_one_number(op: Op, samples: Mapping[str, torch.Tensor]) -> bool:
+    """Are all elements of all these tensors equal?"""
+    if len(op.inputs) != 2 or any(source not in samples for source in op.inputs):
+        return False
+    return _is_one_number(torch.cat([samples[source].flatten() for source in op.inputs]))
 
 
 def _numel(tensor: Tensor) -> int:

@@ -5,7 +5,7 @@ import sys
 
 import typer
 
-from planloom.cli import calibration, clusters, demo, models, placements, plans, reductions, rules, training
+from planloom.cli import calibration, clusters, demo, models, placements, plans, profiling, reductions, rules, training
 from planloom.cli.output import messages
 from planloom.errors import PlanloomError
 
@@ -17,7 +17,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for module in (demo, plans, models, rules, training, clusters, placements, reductions, calibration):
+for module in (demo, plans, profiling, models, rules, training, clusters, placements, reductions, calibration):
     module.register(app)
 
 

@@ -1,7 +1,9 @@
 """`planloom demo`: the whole path on this machine, in a few minutes."""
 
 import os
+import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,8 +12,16 @@ import typer
 from planloom.blocks import find_segments
 from planloom.cli.models import CapturedModel, capture_model
 from planloom.cli.output import JsonOption, progress_bar, screen, show
-from planloom.cli.plans import DEFAULT_STORE, candidate_document, find_candidates, measure_candidates, rank
-from planloom.cluster import Cluster, format_seconds, load_cluster
+from planloom.cli.plans import (
+    DEFAULT_STORE,
+    Lab,
+    candidate_document,
+    find_candidates,
+    measure_lazily,
+    num_runs,
+    with_figures,
+)
+from planloom.cluster import Cluster, format_bytes, format_seconds, load_cluster
 from planloom.cost import Prices, run_fingerprint
 from planloom.errors import PlanError
 from planloom.graph.catalog import model_preset
@@ -20,14 +30,16 @@ from planloom.program import verify_program
 from planloom.report import candidates_table, timeline_svg
 from planloom.report.collectives import collectives_of
 from planloom.search import Candidate
-from planloom.simulate import simulate
+from planloom.simulate import Timeline, simulate
 
 if TYPE_CHECKING:
+    from planloom.execute.processes import Launch
     from planloom.train.session import TrainingRun
 
 MODEL = Path("examples/models/gpt.py")
 LARGE_MODEL = "llama3-405b"
-CLUSTER = "two-by-two"
+CLUSTER = Path("testbed/clusters/two-by-two-slow.yaml")
+_NUM_SHOWN = 12
 
 
 def register(app: typer.Typer) -> None:
@@ -35,8 +47,11 @@ def register(app: typer.Typer) -> None:
 
 
 def demo_command(
-    steps: Annotated[int, typer.Option(min=3, help="Training steps.")] = 20,
+    steps: Annotated[int, typer.Option(min=3, help="Training steps.")] = 12,
     store: Annotated[Path, typer.Option(help="Where measured prices are kept.")] = DEFAULT_STORE,
+    plainly: Annotated[
+        bool, typer.Option("--plain", help="Local processes, even where a testbed is possible.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Plan a small GPT for an emulated two-node cluster, prove the plan, train it on local CPU processes."""
@@ -47,67 +62,94 @@ def demo_command(
             required="a checkout of Planloom as current folder",
             todo="clone the repository and run `make demo` in it",
         )
+    sys.path.insert(0, os.getcwd())  # the testbed stands beside the package
+    from testbed import open_devices
+    from testbed.opening import OpenDevices
+    from testbed.workers import launcher
+
     cluster, source = load_cluster(CLUSTER), f"{MODEL}:small"
     captured = capture_model(source)
     large = capture_model(LARGE_MODEL)
     _say(as_json, f"[bold]1.[/bold] Captured a GPT with {_describe(captured)}")
     _say(as_json, f"   (so are models of others, unchanged: {model_preset(LARGE_MODEL).title}, {_describe(large)})")
     candidates = find_candidates(captured, cluster)
-    measured = measure_candidates(source, captured.blocks, candidates, store, cluster.num_devices)
-    programs = [candidate.program for candidate in candidates if candidate.program is not None]
-    runs = [run_fingerprint(captured.blocks, program, run) for program in programs for run in program.runs]
-    _say(as_json, f"[bold]2.[/bold] Measured {len(set(runs))} distinct runs, of {len(runs)} in {len(programs)} plans")
-    ranked = rank(candidates, Prices(blocks=captured.blocks, cluster=cluster, measured=measured))
-    here = Prices(blocks=captured.blocks, cluster=cluster, measured=measured, measured_links=True)
-    local = {c.label: simulate(c.program, here) for c in ranked if c.program is not None}
-    local_seconds = {label: timeline.step_seconds for label, timeline in local.items()}
-    if not as_json:
-        screen.print(candidates_table(ranked, local_seconds, cluster=f"{cluster.name}: two nodes, two devices each"))
-    best = ranked[0]
-    assert best.plan is not None
-    assert best.program is not None
-    proof = verify_program(captured.blocks, best.program)
-    _say(
-        as_json,
-        f"[bold]3.[/bold] Proved [bold]{best.label}[/bold] equal to one device: {proof.num_instructions} instructions, "
-        f"{proof.num_collectives} collectives, {proof.num_messages} messages",
-    )
-    collectives = collectives_of(cluster, best.program)
-    for words, count in collectives.most_common():
-        _say(as_json, f"   {count} × {words}")
-    synthesized = _synthesized(ranked, cluster)
-    if synthesized is not None and synthesized[1] not in collectives:
-        _say(as_json, f"   ({synthesized[0]} reduces by {synthesized[1]})")
-    folder = store.parent
-    plan_path, picture = folder / "demo-plan.json", folder / "demo-timeline.svg"
-    save_plan(best.plan, plan_path)
-    trained = _train(source, plan_path, cluster.num_devices, steps)
-    predicted, measured_step = local[best.label].step_seconds, trained.step_seconds
+    plain = OpenDevices(CLUSTER, None, "plain processes", "asked for with --plain")
+    with plain if plainly else open_devices(CLUSTER) as devices:
+        _say(as_json, f"[bold]2.[/bold] {cluster.num_devices} devices on this machine, {devices.kind}: {devices.why}")
+        has_links = devices.kind != "plain processes"
+        launch = launcher(devices) if has_links else None
+        lab = Lab(store=store, num_processes=cluster.num_devices, label=devices.kind, launch=launch)
+        prices = Prices(blocks=captured.blocks, cluster=cluster, measured_links=has_links)
+        found = measure_lazily(source, candidates, prices, lab)
+        prices = with_figures(prices, lab.figures())
+        ranked, best = found.ranked, found.ranked[0]
+        programs = [candidate.program for candidate in candidates if candidate.program is not None]
+        runs = {run_fingerprint(captured.blocks, program, run) for program in programs for run in program.runs}
+        total = sum(len(program.runs) for program in programs)
+        _say(
+            as_json,
+            f"   measured {num_runs(lab.figures())} of {len(runs)} distinct runs (there are {total} in {len(programs)} "
+            f"plans), in {found.num_rounds} rounds: until the best plans were measured",
+        )
+        if not as_json:
+            title = f"{cluster.name}: two nodes, two devices each"
+            screen.print(candidates_table(ranked[:_NUM_SHOWN], cluster=title, num_more=len(ranked) - _NUM_SHOWN))
+        assert best.plan is not None
+        assert best.program is not None
+        proof = verify_program(captured.blocks, best.program)
+        _say(
+            as_json,
+            f"[bold]3.[/bold] Proved [bold]{best.label}[/bold] equal to one device: {proof.num_instructions} "
+            f"instructions, {proof.num_collectives} collectives, {proof.num_messages} messages",
+        )
+        collectives = collectives_of(cluster, best.program)
+        for words, count in collectives.most_common():
+            _say(as_json, f"   {count} × {words}")
+        synthesized = _synthesized(ranked, cluster)
+        if synthesized is not None and synthesized[1] not in collectives:
+            _say(as_json, f"   ({synthesized[0]} reduces by {synthesized[1]})")
+        folder = store.parent
+        plan_path, picture = folder / "demo-plan.json", folder / "demo-timeline.svg"
+        save_plan(replace(best.plan, source=source), plan_path)
+        trained = _train(source, plan_path, cluster.num_devices, steps, launch)
+    here = simulate(best.program, replace(prices, measured_links=True))
     assert trained.timeline is not None
-    pictured = {f"{best.label}: predicted": local[best.label], "measured": trained.timeline}
-    picture.write_text(timeline_svg(pictured))
-    _say(
-        as_json,
-        f"[bold]4.[/bold] Trained {steps} steps on {cluster.num_devices} processes: loss {trained.losses[0]:.3f} → "
-        f"{trained.losses[-1]:.3f} (with dropout, whose masks are the same on any plan)\n\n"
-        f"   one step, predicted {format_seconds(predicted)}   "
-        f"measured {format_seconds(measured_step)}   ratio {predicted / measured_step:.2f}\n\n"
-        "   Both are for local processes over loopback (column *here*); the table ranks by the cluster's own links.\n"
-        f"   plan: {plan_path}   timeline: {picture}",
-    )
+    assert here.summary is not None
+    picture.write_text(timeline_svg({f"{best.label}: predicted": here, "measured": trained.timeline}))
+    _say(as_json, _outcome(here, trained, steps, cluster))
+    _say(as_json, f"   plan: {plan_path}   timeline: {picture}   more: planloom simulate {plan_path}")
     document = {
         "cluster": cluster.name,
+        "devices": devices.kind,
         "captured": {"demo": len(captured.blocks.blocks), LARGE_MODEL: len(large.blocks.blocks)},
         "plans": [candidate_document(c) for c in ranked],
         "best": best.name,
         "verified": True,
         "collectives": dict(collectives),
         "synthesized": synthesized,
-        "predicted_step_seconds": predicted,
-        "measured_step_seconds": measured_step,
+        "measured_runs": found.num_measured,
+        "predicted_step_seconds": here.step_seconds,
+        "measured_step_seconds": trained.step_seconds,
+        "predicted_peak_bytes": here.summary.peak_memory_bytes,
         "losses": list(trained.losses),
     }
     show(document, as_json=as_json)
+
+
+def _outcome(predicted: Timeline, trained: "TrainingRun", steps: int, cluster: Cluster) -> str:
+    assert predicted.summary is not None
+    ratio = predicted.step_seconds / trained.step_seconds
+    exposed = ", ".join(
+        f"{format_seconds(seconds)} for {axis}" for axis, seconds in predicted.summary.exposed_communication.items()
+    )
+    return (
+        f"[bold]4.[/bold] Trained {steps} steps on {cluster.num_devices} devices: loss {trained.losses[0]:.3f} → "
+        f"{trained.losses[-1]:.3f} (with dropout, whose masks are the same on any plan)\n\n"
+        f"   one step, predicted {format_seconds(predicted.step_seconds)}   "
+        f"measured {format_seconds(trained.step_seconds)}   ratio {ratio:.2f}\n\n"
+        f"   of it a device waits {exposed or 'for nothing'}; bubble {predicted.summary.bubble:.0%}; "
+        f"peak memory {format_bytes(predicted.summary.peak_memory_bytes)} a device"
+    )
 
 
 def _synthesized(ranked: Sequence[Candidate], cluster: Cluster) -> tuple[str, str] | None:
@@ -136,7 +178,8 @@ def _describe(captured: CapturedModel) -> str:
     )
 
 
-def _train(model: str, plan: Path, num_processes: int, steps: int) -> "TrainingRun":
+def _train(model: str, plan: Path, num_processes: int, steps: int, launch: "Launch | None") -> "TrainingRun":
+    from planloom.execute.processes import run_workers
     from planloom.train.session import train_locally
 
     with progress_bar(f"starting {num_processes} processes", total=steps) as bar:
@@ -146,5 +189,11 @@ def _train(model: str, plan: Path, num_processes: int, steps: int) -> "TrainingR
             bar.update(step + 1, steps)
 
         return train_locally(
-            model, plan, num_processes=num_processes, num_steps=steps, with_timeline=True, on_step=on_step
+            model,
+            plan,
+            num_processes=num_processes,
+            num_steps=steps,
+            with_timeline=True,
+            launch=launch or run_workers,
+            on_step=on_step,
         )

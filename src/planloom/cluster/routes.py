@@ -71,6 +71,8 @@ def wire_loads(cluster: Cluster, messages: Iterable[Message]) -> dict[Wire, floa
 
 def exchange_seconds(cluster: Cluster, messages: Sequence[Message]) -> float:
     """Messages that all travel at once: the longest way's latency, and the load of the most loaded wire."""
+    if all(level.link.shape == "crossbar" for level in cluster.levels):
+        return _crossbar_seconds(cluster, messages)
     latency, slowest = 0.0, 0.0
     for source, target, _ in messages:
         hops = [cluster.levels[level].link for level, way, _ in route(cluster, source, target) if way != "in"]
@@ -80,3 +82,24 @@ def exchange_seconds(cluster: Cluster, messages: Sequence[Message]) -> float:
         rate = link.bandwidth_bytes_per_second * link.efficiency_of("exchange", 2)
         slowest = max(slowest, num_bytes / rate)
     return latency + slowest
+
+
+def _crossbar_seconds(cluster: Cluster, messages: Sequence[Message]) -> float:
+    """The same where every level is a crossbar: without coordinates, for exchanges of thousands of devices."""
+    insides, inside = [], cluster.num_devices
+    for level in cluster.levels:
+        inside //= level.count
+        insides.append((inside, inside if level.link.shared else 1))
+    loads: dict[tuple[int, bool, int], float] = {}
+    crossed: set[int] = set()
+    for source, target, num_bytes in messages:
+        for index, (inside, sharing) in enumerate(insides):
+            if source // inside != target // inside:
+                crossed.add(index)
+                for key in ((index, True, source // sharing), (index, False, target // sharing)):
+                    loads[key] = loads.get(key, 0.0) + num_bytes
+                break
+    links = [level.link for level in cluster.levels]
+    latency = max((links[index].hop_of("exchange") for index in crossed), default=0.0)
+    rates = {i: links[i].bandwidth_bytes_per_second * links[i].efficiency_of("exchange", 2) for i in crossed}
+    return latency + max((num_bytes / rates[key[0]] for key, num_bytes in loads.items()), default=0.0)

@@ -1,98 +1,254 @@
-"""`Prices`: seconds of every instruction of a program, measured where known.
+"""`Prices`: seconds and bytes of every instruction of a program, measured where known.
 
-Nothing unknown is priced at zero: what has neither a measurement nor a model is an error.
+Every price says where it comes from: measured, interpolated between measured sizes, or modelled from the cluster's
+figures; with its uncertainty, one standard deviation over the value. Nothing unknown is priced at zero: what has
+neither a measurement nor a model is an error.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from math import prod
 from typing import Literal
 
-from planloom.blocks import BlockGraph
+from planloom.blocks import BlockGraph, find_segments
 from planloom.cluster import Cluster, Message, exchange_seconds
 from planloom.collective import Step, step_cost
-from planloom.cost.keys import Phase, collective_key, run_fingerprint, run_key, shard_sizes, update_key
-from planloom.cost.roofline import run_seconds
-from planloom.program import Program, Run, Transfer
+from planloom.cost.keys import (
+    MEMORY_PREFIX,
+    OVERLAP_COMMUNICATION_KEY,
+    OVERLAP_COMPUTE_KEY,
+    Figure,
+    Phase,
+    collective_prefix,
+    exchange_prefix,
+    flags_of,
+    run_fingerprint,
+    run_key,
+    shard_sizes,
+    update_key,
+    update_peak_key,
+)
+from planloom.cost.memory import RunMemory, run_memory
+from planloom.cost.roofline import estimate_run, memory_seconds, update_seconds
+from planloom.program import Program, Run, StageProgram, Transfer
 
-Source = Literal["measured", "modelled"]
+Source = Literal["measured", "interpolated", "modelled"]
 
-# Reads and writes of one AdamW step: parameter, gradient and two states in; parameter and two states out.
-_UPDATE_ACCESSES = 7
+# How much longer a run takes while its device communicates. [Assumed]: a collective's kernels occupy 16 to 24 of 132
+# multiprocessors of an H100 and share its memory; with one GPU it cannot be measured.
+_MODELLED_SLOWDOWN = 1.1
+_MEASURED_UNCERTAINTY, _INTERPOLATED_UNCERTAINTY, _LINK_UNCERTAINTY = 0.03, 0.08, 0.15
+_UPDATE_TEMPORARIES = 2  # copies of the largest shard that AdamW makes at one time (torch's loop over parameters)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
-    """Seconds, and where they come from."""
+    """Seconds, where they come from, and how long each level's most loaded wire is busy meanwhile."""
 
     seconds: float
     source: Source
+    uncertainty: float = 0.0
+    busy: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prices:
-    """Prices of one model on one cluster. `measured_links`: use measured collectives, not the cluster's links."""
+    """Prices of one model on one cluster.
+
+    `measured_links`: use measured collectives, not the cluster's links; `fused`: runs are compiled.
+    """
 
     blocks: BlockGraph
     cluster: Cluster
     measured: Mapping[str, float] = field(default_factory=dict)
+    spreads: Mapping[str, float] = field(default_factory=dict)
     measured_links: bool = False
+    fused: bool = False
+    _of_runs: dict[object, object] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    # -- runs
 
     def run(self, program: Program, run: Run, phase: Phase) -> Price:
         """One phase of a run on one device."""
-        found = self.measured.get(run_key(run_fingerprint(self.blocks, program, run), phase))
-        if found is not None:
-            return Price(seconds=found, source="measured")
-        modelled = run_seconds(self.blocks, program, run, phase, self.cluster.device)
-        return Price(seconds=modelled, source="modelled")
+        key = (phase, self._class(program, run))
+        if key not in self._of_runs:
+            self._of_runs[key] = self._run(program, run, phase)
+        price = self._of_runs[key]
+        assert isinstance(price, Price)
+        return price
+
+    def _run(self, program: Program, run: Run, phase: Phase) -> Price:
+        fingerprint = run_fingerprint(self.blocks, program, run)
+        key = run_key(fingerprint, phase)
+        if key in self.measured:
+            host: Figure = "forward_host" if phase == "forward" else "backward_host"
+            seconds = max(self.measured[key], self.measured.get(run_key(fingerprint, host), 0.0))
+            return Price(seconds=seconds, source="measured", uncertainty=self._spread(key))
+        estimate = estimate_run(self.blocks, program, run, phase, self.cluster.device, fused=self.fused)
+        return Price(seconds=estimate.seconds, source="modelled", uncertainty=estimate.uncertainty)
+
+    def run_memory(self, program: Program, run: Run) -> RunMemory:
+        """What a run keeps and needs on one device, for one micro-batch."""
+        key = ("memory", self._class(program, run))
+        if key not in self._of_runs:
+            self._of_runs[key] = self._run_memory(program, run)
+        memory = self._of_runs[key]
+        assert isinstance(memory, RunMemory)
+        return memory
+
+    def _run_memory(self, program: Program, run: Run) -> RunMemory:
+        fingerprint = run_fingerprint(self.blocks, program, run)
+
+        def value(figure: Figure) -> int:
+            return int(self.measured[run_key(fingerprint, figure)])
+
+        if run_key(fingerprint, "backward_peak_bytes") not in self.measured:
+            return run_memory(self.blocks, program, run, fused=self.fused)
+
+        def flags(figure: Figure, count: int) -> tuple[bool, ...]:
+            return tuple(flags_of(run_key(fingerprint, figure), self.measured, count))
+
+        return RunMemory(
+            saved_bytes=value("saved_bytes"),
+            saved_inputs=flags("saved_inputs", len(run.inputs)),
+            saved_outputs=flags("saved_outputs", len(run.outputs)),
+            forward_peak_bytes=value("forward_peak_bytes"),
+            backward_peak_bytes=value("backward_peak_bytes"),
+        )
+
+    def is_measured(self, program: Program, run: Run) -> bool:
+        return self.run(program, run, "forward").source == "measured"
+
+    @cached_property
+    def _places(self) -> list[tuple[str, int]]:
+        """For every block its segment and its place in it: equal for blocks that are equal and stand alike."""
+        places: list[tuple[str, int]] = []
+        for segment in find_segments(self.blocks):
+            places += [(segment.fingerprint, i) for i in range(segment.stop - segment.start)]
+        return places
+
+    def _class(self, program: Program, run: Run) -> object:
+        """Equal for runs with equal work: those of the same place in equal segments, split alike."""
+        parts = tuple(
+            (self._places[part.block], tuple((dim, tuple(d.size for d in ds)) for dim, ds in part.splits))
+            for part in run.blocks
+        )
+        return program.num_micro_batches, parts, tuple(slot.cotangent is None for slot in run.inputs)
+
+    # -- communication
 
     def step(self, step: Step, num_bytes: int) -> Price:
         """One step of a collective program; `num_bytes` in each device's array before it."""
         if step.is_local:
             return self.memory(2 * num_bytes)
+        line = step_cost(self.cluster, step).line(num_bytes)
+        modelled = line.seconds(num_bytes)
+        busy = tuple((level, seconds * num_bytes) for level, seconds in line.busy_seconds_per_byte)
         if self.measured_links:
-            found = self._measured_collective(step.kind, step.group_size, num_bytes)
+            found = self._on_curve(collective_prefix(step.kind, step.groups), num_bytes)
             if found is not None:
-                return Price(seconds=found, source="measured")
-        return Price(seconds=step_cost(self.cluster, step).seconds(num_bytes), source="modelled")
+                return Price(seconds=found.seconds, source=found.source, uncertainty=found.uncertainty, busy=busy)
+        return Price(seconds=modelled, source="modelled", uncertainty=_LINK_UNCERTAINTY, busy=busy)
 
     def exchange(self, transfers: tuple[Transfer, ...], item_bytes: int) -> Price:
         """The messages of one exchange between stages, all at once."""
-        messages: list[Message] = [
-            (t.source, t.target, item_bytes * prod(stop - start for start, stop in t.source_box)) for t in transfers
-        ]
-        largest = max(int(num_bytes) for *_, num_bytes in messages)
-        found = self._measured_collective("exchange", 2, largest) if self.measured_links else None
-        if found is not None:
-            return Price(seconds=found, source="measured")
-        return Price(seconds=exchange_seconds(self.cluster, messages), source="modelled")
+        messages: list[Message] = []
+        box, num_bytes = None, 0
+        for t in transfers:  # of thousands of devices, most with the very same box
+            if t.source_box is not box:
+                box, num_bytes = t.source_box, item_bytes * prod(stop - start for start, stop in t.source_box)
+            messages.append((t.source, t.target, num_bytes))
+        modelled = exchange_seconds(self.cluster, messages)
+        busy = ((self.cluster.crossed_level((messages[0][0], messages[0][1])), modelled),)
+        if self.measured_links:
+            largest = max(int(num_bytes) for *_, num_bytes in messages)
+            found = self._on_curve(exchange_prefix((s, t) for s, t, _ in messages), largest)
+            if found is not None:
+                return Price(seconds=found.seconds, source=found.source, uncertainty=found.uncertainty, busy=busy)
+        return Price(seconds=modelled, source="modelled", uncertainty=_LINK_UNCERTAINTY, busy=busy)
+
+    @property
+    def compute_slowdown(self) -> float:
+        """How many times longer a run takes while its device communicates."""
+        return max(1.0, self.measured.get(OVERLAP_COMPUTE_KEY, _MODELLED_SLOWDOWN))
+
+    @property
+    def communication_slowdown(self) -> float:
+        """How many times longer communication takes while its devices compute."""
+        return max(1.0, self.measured.get(OVERLAP_COMMUNICATION_KEY, 1.0))
+
+    # -- local work
 
     def memory(self, num_bytes: int) -> Price:
         """Local work that reads and writes this many bytes: sums, copies."""
-        device = self.cluster.device
-        seconds = device.launch_seconds + num_bytes / device.memory_bytes_per_second
-        return Price(seconds=seconds, source="modelled")
+        found = self._on_curve(MEMORY_PREFIX, num_bytes)
+        if found is not None:
+            return found
+        estimate = memory_seconds(num_bytes, self.cluster.device)
+        return Price(seconds=estimate.seconds, source="modelled", uncertainty=estimate.uncertainty)
 
     def update(self, program: Program, stage: int) -> Price:
         """One optimizer step on the shards of one device."""
-        sizes, tensors = shard_sizes(program.stages[stage]), self.blocks.graph.tensors
-        parameters = [tensors[p.name] for p in program.stages[stage].parameters]
-        found = self.measured.get(update_key(sizes, [p.dtype for p in parameters]))
-        if found is not None:
-            return Price(seconds=found, source="measured")
-        launch = self.cluster.device.launch_seconds * len(sizes)
-        num_bytes = sum(size * p.item_bytes for size, p in zip(sizes, parameters, strict=True))
-        moved = self.memory(_UPDATE_ACCESSES * num_bytes).seconds
-        return Price(seconds=launch + moved, source="modelled")
+        key = self._update_key(program.stages[stage])
+        if key in self.measured:
+            return Price(seconds=self.measured[key], source="measured", uncertainty=self._spread(key))
+        tensors, parameters = self.blocks.graph.tensors, program.stages[stage].parameters
+        sizes = shard_sizes(program.stages[stage])
+        shards = [(size, tensors[p.name].item_bytes) for size, p in zip(sizes, parameters, strict=True)]
+        estimate = update_seconds(shards, self.cluster.device)
+        return Price(seconds=estimate.seconds, source="modelled", uncertainty=estimate.uncertainty)
 
-    def _measured_collective(self, kind: str, group_size: int, num_bytes: int) -> float | None:
-        """Interpolated between measured sizes, extended at the rate of the last two."""
-        prefix = collective_key(kind, group_size, 0)[:-1]  # type: ignore[arg-type]
-        points = sorted((int(k.removeprefix(prefix)), s) for k, s in self.measured.items() if k.startswith(prefix))
-        if len(points) < 2:
+    def update_bytes(self, stage: StageProgram) -> int:
+        """The temporaries of one optimizer step."""
+        peak = self.measured.get(update_peak_key(self._update_key(stage)))
+        if peak is not None:
+            return int(peak)
+        tensors = self.blocks.graph.tensors
+        sizes = zip(shard_sizes(stage), stage.parameters, strict=True)
+        return _UPDATE_TEMPORARIES * max((size * tensors[p.name].item_bytes for size, p in sizes), default=0)
+
+    def _update_key(self, stage: StageProgram) -> str:
+        return update_key(shard_sizes(stage), [self.blocks.graph.tensors[p.name].dtype for p in stage.parameters])
+
+    # -- measured sizes
+
+    @cached_property
+    def _curves(self) -> dict[str, list[tuple[int, float]]]:
+        """Measured (bytes, seconds) by what the keys begin with, ascending."""
+        curves: dict[str, list[tuple[int, float]]] = {}
+        for key, seconds in self.measured.items():
+            prefix, slash, size = key.rpartition("/")
+            if size.isdecimal() and key.startswith((MEMORY_PREFIX, "collective/")):
+                curves.setdefault(prefix + slash, []).append((int(size), seconds))
+        return {prefix: sorted(points) for prefix, points in curves.items()}
+
+    def _on_curve(self, prefix: str, num_bytes: int) -> Price | None:
+        """Between measured sizes; below the least its seconds, above the largest at the rate of the last two."""
+        points = self._curves.get(prefix, [])
+        exact = dict(points).get(num_bytes)
+        if exact is not None:
+            return Price(seconds=exact, source="measured", uncertainty=self._spread(f"{prefix}{num_bytes}"))
+        if not points:
             return None
-        for (low, a), (high, b) in pairwise(points):
-            if num_bytes <= high or high == points[-1][0]:
-                return max(min(a, b) if num_bytes < low else 0.0, a + (b - a) * (num_bytes - low) / (high - low))
-        return None
+        return Price(
+            seconds=_interpolated(points, num_bytes), source="interpolated", uncertainty=_INTERPOLATED_UNCERTAINTY
+        )
+
+    def _spread(self, key: str) -> float:
+        """The spread of a measurement over its value."""
+        if key not in self.spreads or not self.measured[key]:
+            return _MEASURED_UNCERTAINTY
+        return self.spreads[key] / self.measured[key]
+
+
+def _interpolated(points: Sequence[tuple[int, float]], num_bytes: int) -> float:
+    if num_bytes <= points[0][0]:
+        return points[0][1]
+    if len(points) == 1:
+        return points[0][1] * num_bytes / points[0][0]
+    for (low, before), (high, after) in pairwise(points):
+        if num_bytes <= high or high == points[-1][0]:
+            return max(before, before + (after - before) * (num_bytes - low) / (high - low))
+    raise AssertionError("one of the pairs is the last")

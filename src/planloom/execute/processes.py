@@ -19,6 +19,10 @@ from planloom.errors import PlanloomError, TrainingError
 _MARK = "@planloom "
 _TAIL_LINES = 20
 
+Listener = Callable[[dict[str, Any]], None]
+Launch = Callable[[str, list[str], int, Listener], None]
+"""(module, arguments, number of processes, what hears their events): runs workers until all have ended."""
+
 
 def report(event: str, **fields: Any) -> None:
     """Called in a worker: tell the parent. Line and end in one write: all workers share a pipe."""
@@ -36,9 +40,15 @@ def reporting_errors(rank: int) -> Iterator[None]:
         sys.exit(2)
 
 
-def run_workers(
-    module: str, arguments: list[str], num_processes: int, on_event: Callable[[dict[str, Any]], None]
-) -> None:
+def event_in(line: str) -> dict[str, Any] | None:
+    """What a worker reported in a line of its standard output, or None."""
+    if not line.startswith(_MARK):
+        return None
+    event: dict[str, Any] = json.loads(line.removeprefix(_MARK))
+    return event
+
+
+def run_workers(module: str, arguments: list[str], num_processes: int, on_event: Listener) -> None:
     """Run `python -m module …` on local processes until all end; a failure is a `TrainingError` that names the rank."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
     command += ["-m", module, *arguments]
@@ -48,14 +58,13 @@ def run_workers(
         assert process.stdout is not None
         try:
             for line in process.stdout:
-                if line.startswith(_MARK):
-                    event = json.loads(line.removeprefix(_MARK))
-                    if event["event"] == "error":
-                        errors.append(event)
-                    else:
-                        on_event(event)
-                else:
+                event = event_in(line)
+                if event is None:
                     print(line, end="", file=sys.stderr)
+                elif event["event"] == "error":
+                    errors.append(event)
+                else:
+                    on_event(event)
         except BaseException:
             process.terminate()
             raise
@@ -81,7 +90,7 @@ def _failure(log: str, errors: list[dict[str, Any]]) -> TrainingError:
     rank, code = re.search(r"rank\s+: (\d+)", summary), re.search(r"exitcode\s+: (-?\d+)", summary)
     root = int(rank.group(1)) if rank else -1
     for error in sorted(errors, key=lambda e: e["rank"] != root):
-        return TrainingError(error["what"], given=error["given"], required=error["required"], todo=error["todo"])
+        return reported_error(error)
     number = int(code.group(1)) if code else 1
     how = f"was killed by signal {-number}" if number < 0 else f"ended with code {number}"
     tail = "\n".join(deque(log.splitlines(), maxlen=_TAIL_LINES)) if number >= 0 else ""
@@ -91,3 +100,8 @@ def _failure(log: str, errors: list[dict[str, Any]]) -> TrainingError:
         required="all ranks alive until the end",
         todo="signal 9 is often the system out of memory; use smaller batches or more devices" if number == -9 else "",
     )
+
+
+def reported_error(event: dict[str, Any]) -> TrainingError:
+    """The error that a worker has reported."""
+    return TrainingError(event["what"], given=event["given"], required=event["required"], todo=event["todo"])

@@ -7,13 +7,22 @@ zero strides.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from planloom.execute.local import LocalRun
+from planloom.program import Run
+
+
+class Local(Protocol):
+    """The forward function of a run on local tensors: a `LocalRun`, or one that is compiled."""
+
+    @property
+    def run(self) -> Run: ...
+
+    def __call__(self, inputs: Sequence[Tensor], given: Mapping[str, Tensor], micro: int) -> tuple[Tensor, ...]: ...
 
 
 class _Enter(torch.autograd.Function):
@@ -31,7 +40,7 @@ class _Enter(torch.autograd.Function):
 class RunVjp:
     """One forward of a run; `backward` may be called once."""
 
-    def __init__(self, local: LocalRun, inputs: Sequence[Tensor], given: Mapping[str, Tensor], micro: int) -> None:
+    def __init__(self, local: Local, inputs: Sequence[Tensor], given: Mapping[str, Tensor], micro: int) -> None:
         self._slots = local.run.inputs
         self._shapes = [(tensor.shape, tensor.dtype, tensor.device) for tensor in inputs]
         entered, self._edges_in = [], []
@@ -53,23 +62,31 @@ class RunVjp:
         outputs, self.outputs = self.outputs, None
         return outputs
 
-    def backward(self, cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The cotangents of the inputs, None for those without; zero where nothing depends on an input."""
+    def backward(
+        self, cotangents: Sequence[Tensor | None], *, wanted: Sequence[bool] | None = None
+    ) -> list[Tensor | None]:
+        """The cotangents of the inputs, None for those without; zero where nothing depends on an input.
+
+        `wanted` says of every input whether its cotangent is computed; without it, all are.
+        """
+        edges_in = self._edges_in
+        if wanted is not None:
+            edges_in = [edge if want else None for edge, want in zip(self._edges_in, wanted, strict=True)]
         pairs = [
             (edge, cotangent)
             for edge, cotangent in zip(self._edges_out, cotangents, strict=True)
             if edge is not None and cotangent is not None
         ]
-        wanted = [edge for edge in self._edges_in if edge is not None]
+        targets = [edge for edge in edges_in if edge is not None]
         found = iter(
             torch.autograd.grad(
-                [edge for edge, _ in pairs], wanted, [cotangent for _, cotangent in pairs], allow_unused=True
+                [edge for edge, _ in pairs], targets, [cotangent for _, cotangent in pairs], allow_unused=True
             )
-            if pairs
-            else [None] * len(wanted)
+            if pairs and targets
+            else [None] * len(targets)
         )
         results: list[Tensor | None] = []
-        for edge, (shape, dtype, device) in zip(self._edges_in, self._shapes, strict=True):
+        for edge, (shape, dtype, device) in zip(edges_in, self._shapes, strict=True):
             gradient = next(found) if edge is not None else None
             if edge is not None and gradient is None:
                 gradient = torch.zeros(shape, dtype=dtype, device=device)

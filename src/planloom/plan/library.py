@@ -199,7 +199,10 @@ def _cut_into_stages(blocks: BlockGraph, num_stages: int) -> tuple[int, ...]:
             if t in blocks.producer and blocks.producer[t] < cut <= max(users))
         for cut in range(1, count)
     ]  # fmt: skip
-    candidates = [cut for cut in range(1, count) if crossing[cut - 1] <= max(2, min(crossing))]
+    fewest = [cut for cut in range(1, count) if crossing[cut - 1] == min(crossing)]
+    candidates = fewest  # between layers, if there are enough of these places; else also inside
+    if len(fewest) < 2 * num_stages:
+        candidates = [cut for cut in range(1, count) if crossing[cut - 1] <= max(2, min(crossing))]
     cuts: list[int] = []
     for stage in range(1, num_stages):
         open_cuts = [c for c in candidates if not cuts or c > cuts[-1]]

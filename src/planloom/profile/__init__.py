@@ -1,6 +1,21 @@
-"""Runs and links → measured seconds, written to the store of `cost` (CFP: real programs, each distinct run once)."""
+"""Runs and links → measured seconds and bytes, written to the store of `cost` (CFP: real programs, each run once).
 
-from planloom.profile.measure import is_measured, measure_programs, missing_runs
-from planloom.profile.session import local_store, profile_locally
+`work` says what there is to measure, `runs` and `links` measure it with the clock of `timing`, `measure` goes through
+it, `session` does so in this process or on local ones.
+"""
 
-__all__ = ["is_measured", "local_store", "measure_programs", "missing_runs", "profile_locally"]
+from planloom.profile.measure import measure_programs
+from planloom.profile.session import local_store, profile_here, profile_locally, require_device
+from planloom.profile.work import is_measured, missing_runs, missing_work, work_of
+
+__all__ = [
+    "is_measured",
+    "local_store",
+    "measure_programs",
+    "missing_runs",
+    "missing_work",
+    "profile_here",
+    "profile_locally",
+    "require_device",
+    "work_of",
+]

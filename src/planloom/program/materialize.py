@@ -15,6 +15,7 @@ awaited in the backward of the same micro-batch, whose cotangent proves that it 
 backward. So no order of calls can block on a send, and the verifier proves it for each program.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from planloom.collective import DigitsPrice, Synthesized, change_layout, synthesize
@@ -24,7 +25,7 @@ from planloom.layout import Layout
 from planloom.program.exchange import plan_transfers
 from planloom.program.free import free_after_last_use
 from planloom.program.overlap import bucket_bytes, coalesce, may_be_coalesced, prefetch, reduce_during
-from planloom.program.schedule import ENTER, EXIT, LAST_BACKWARD
+from planloom.program.schedule import ENTER, EXIT, LAST_BACKWARD, RECEIVES, with_receives_ahead
 from planloom.program.storage import store_parameters
 from planloom.program.transform import Splits
 from planloom.program.values import (
@@ -64,19 +65,7 @@ def materialize(
     plan = splits.plan
     stages = []
     for s, stage in enumerate(builder.stages):
-        masks, gathered = _masks(stage.backward), frozenset(b for found in stage.gathers.values() for b in found)
-        forward, backward = prefetch(stage.forward, gathered), prefetch(stage.backward, gathered)
-        bodies = {
-            ENTER: tuple(_receives_first(stage.enter)),
-            "forward": free_after_last_use(_receives_first(forward), kept=masks),
-            "backward": free_after_last_use(_receives_first(backward), inherited=masks),
-            EXIT: tuple(_receives_first(stage.exit)),
-        }
-        stage_calls = calls[s]
-        if stage.buckets:
-            last = reduce_during(backward, stage.buckets)
-            bodies[LAST_BACKWARD] = free_after_last_use(_receives_first(last), inherited=masks)
-            stage_calls = _with_last_backward(calls[s])
+        bodies, stage_calls = stage.bodies(calls[s])
         parameters = tuple(
             replace(p, gathers=tuple(sorted(stage.gathers.get(p.name, ()))))
             for p in builder.parameters.values()
@@ -96,6 +85,12 @@ def _with_last_backward(calls: tuple[BodyCall, ...]) -> tuple[BodyCall, ...]:
 def _receives_first(body: list[Instruction]) -> list[Instruction]:
     """Start all receives of a body before anything else: they depend on nothing, and messages then travel at once."""
     return sorted(body, key=lambda instruction: not isinstance(instruction, Receive))
+
+
+def _without_receives(body: Sequence[Instruction]) -> tuple[tuple[Receive, ...], list[Instruction]]:
+    """The receives of a body, and the rest of it."""
+    receives = tuple(instruction for instruction in body if isinstance(instruction, Receive))
+    return receives, [instruction for instruction in body if not isinstance(instruction, Receive)]
 
 
 def _masks(backward: list[Instruction]) -> frozenset[Buffer]:
@@ -119,6 +114,27 @@ class _Stage:
         self.delayed: list[Instruction] = []
         """The end of a reduction of gradients that goes on during the next run's backward."""
         self.buckets: list[Collective | Coalesced] = []
+
+    def bodies(self, calls: tuple[BodyCall, ...]) -> tuple[dict[str, tuple[Instruction, ...]], tuple[BodyCall, ...]]:
+        """The finished bodies, and the calls of them."""
+        masks, gathered = _masks(self.backward), frozenset(b for found in self.gathers.values() for b in found)
+        received, forward = _without_receives(prefetch(self.forward, gathered))
+        received_back, backward = _without_receives(prefetch(self.backward, gathered))
+        inherited = masks | {receive.target for receive in received_back}
+        bodies = {
+            ENTER: tuple(_receives_first(self.enter)),
+            RECEIVES["forward"]: received,
+            "forward": free_after_last_use(forward, kept=masks, inherited=frozenset(r.target for r in received)),
+            RECEIVES["backward"]: received_back,
+            "backward": free_after_last_use(backward, inherited=inherited),
+            EXIT: tuple(_receives_first(self.exit)),
+        }
+        if self.buckets:
+            last = reduce_during(backward, self.buckets)
+            bodies[LAST_BACKWARD] = free_after_last_use(last, inherited=inherited)
+            calls = _with_last_backward(calls)
+        bodies = {name: body for name, body in bodies.items() if body or name not in RECEIVES.values()}
+        return bodies, with_receives_ahead(calls, bodies)
 
 
 class _Builder:

@@ -27,6 +27,7 @@ class Operand:
     """A tensor that an operator reads or makes, as one device holds it; of a ragged one `num_bytes` counts its rows.
 
     `slot`: the input slot of the run that it is read from; `is_given`: it is a slice of a given tensor; else made here.
+    `part`: the place in `run.blocks` of the block as whose piece it is read or made.
     """
 
     tensor: str
@@ -34,6 +35,7 @@ class Operand:
     sizes: tuple[int, ...]
     dtype: str
     num_bytes: int
+    part: int
     slot: int | None = None
     is_given: bool = False
 
@@ -111,8 +113,8 @@ def run_operations(blocks: BlockGraph, run: Run, *, num_micro: int) -> tuple[Ope
                 op=item.op,
                 is_original=item.is_original,
                 part=item.part,
-                inputs=tuple(_read(blocks, pieces[readers[name]], name) for name in names),
-                outputs=tuple(_operand(blocks, pieces[item.part], name) for name in op.outputs),
+                inputs=tuple(_read(blocks, pieces, readers[name], name) for name in names),
+                outputs=tuple(_operand(blocks, pieces, item.part, name) for name in op.outputs),
             )
         )
     return tuple(operations)
@@ -161,17 +163,23 @@ def _split_factors(block: Block, part: RunBlock, tensor: str) -> dict[int, tuple
     return found
 
 
-def _read(blocks: BlockGraph, piece: BlockPiece, name: str) -> Operand:
-    slot = piece.part.reads.get(name)
+def _read(blocks: BlockGraph, pieces: Sequence[BlockPiece], part: int, name: str) -> Operand:
+    slot = pieces[part].part.reads.get(name)
     is_given = slot is None and name in blocks.graph.given_names
-    return _operand(blocks, piece, name, slot=slot, is_given=is_given)
+    return _operand(blocks, pieces, part, name, slot=slot, is_given=is_given)
 
 
 def _operand(
-    blocks: BlockGraph, piece: BlockPiece, name: str, *, slot: int | None = None, is_given: bool = False
+    blocks: BlockGraph,
+    pieces: Sequence[BlockPiece],
+    part: int,
+    name: str,
+    *,
+    slot: int | None = None,
+    is_given: bool = False,
 ) -> Operand:
     tensor = blocks.graph.tensors[name]
-    sizes = tuple(stop - start for start, stop in piece.box(tensor.sizes, name))
+    sizes = tuple(stop - start for start, stop in pieces[part].box(tensor.sizes, name))
     lengths = iter(sizes)
     return Operand(
         tensor=name,
@@ -179,6 +187,7 @@ def _operand(
         sizes=sizes,
         dtype=tensor.dtype,
         num_bytes=round(prod(sizes) * tensor.item_bytes * tensor.density),
+        part=part,
         slot=slot,
         is_given=is_given,
     )

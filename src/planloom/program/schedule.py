@@ -3,7 +3,7 @@
 `interleave` is the way in which interpreters of a whole program walk through it: each stage goes on as far as it can.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from planloom.plan import Plan
@@ -12,6 +12,9 @@ from planloom.program.values import BodyCall, Instruction, Program
 ENTER, EXIT = "enter", "exit"
 LAST_BACKWARD = "last backward"
 """The backward of a stage's last micro-batch, where it also starts the reduction of gradients."""
+RECEIVES = {"forward": "forward receives", "backward": "backward receives", LAST_BACKWARD: "backward receives"}
+"""The bodies that start what a call receives from other stages: they are called one call ahead. A message travels once
+both ends have started, and gloo's answer that a receiver is ready waits behind whatever the receiver itself sends."""
 
 
 def schedule_calls(plan: Plan) -> tuple[tuple[BodyCall, ...], ...]:
@@ -24,6 +27,19 @@ def schedule_calls(plan: Plan) -> tuple[tuple[BodyCall, ...], ...]:
         )
         for order in plan.orders
     )
+
+
+def with_receives_ahead(calls: tuple[BodyCall, ...], bodies: Mapping[str, object]) -> tuple[BodyCall, ...]:
+    """The calls of a stage, with what each receives started before the call that comes before it."""
+    receives = [
+        BodyCall(body=RECEIVES[call.body], micro=call.micro) if RECEIVES.get(call.body) in bodies else None
+        for call in calls
+    ]
+    found: list[BodyCall] = []
+    for i, call in enumerate(calls):
+        ahead = receives[i + 1] if i + 1 < len(calls) else None
+        found += [ahead, call] if ahead is not None else [call]
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,8 +36,9 @@ def _chart(timeline: Timeline, title: str, longest: float, top: int) -> list[str
         y = top + _TOP + i * _ROW
         if stream == "compute":
             parts.append(f'<text x="8" y="{y + 27}" font-size="12">device {device}</text>')
-        for event in timeline.events:
-            if (event.device, event.stream) == (device, stream):
+        for event in sorted(timeline.events, key=lambda event: event.stream != "waiting"):
+            row = "communication" if event.stream == "waiting" else event.stream
+            if (event.device, row) == (device, stream):
                 parts.append(_bar(event, y, scale))
     y = top + _TOP + len(rows) * _ROW + 8
     parts.append(f'<line x1="{_LEFT}" y1="{y}" x2="{_WIDTH - 20}" y2="{y}" stroke="#888"/>')
@@ -54,8 +55,7 @@ def _chart(timeline: Timeline, title: str, longest: float, top: int) -> list[str
 
 
 def _bar(event: Event, y: float, scale: float) -> str:
-    waits = "waiting" if event.name == "Wait" else "communication"
-    key = event.name.split()[0] if event.stream == "compute" else waits
+    key = event.name.split()[0] if event.stream == "compute" else event.stream
     color = _COLORS.get(key, _COLORS[""])
     x, width = _LEFT + event.start_seconds * scale, max(0.4, (event.stop_seconds - event.start_seconds) * scale)
     micro = f", micro-batch {event.micro}" if event.micro >= 0 else ""

@@ -1,6 +1,6 @@
 """Tables for a terminal."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.markup import escape
@@ -12,25 +12,25 @@ from planloom.search import Candidate
 from planloom.simulate import Timeline
 
 
-def candidates_table(candidates: Sequence[Candidate], here: Mapping[str, float], *, cluster: str) -> Table:
-    """Plans, fastest first. `here`: predicted seconds on this machine's own links, by label, where known."""
+def candidates_table(candidates: Sequence[Candidate], *, cluster: str, num_more: int = 0) -> Table:
+    """Plans, fastest first; `num_more` of them are not shown."""
     table = Table(title=f"Plans for {cluster}", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("plan", no_wrap=True)
     table.add_column("placement", no_wrap=True)
-    table.add_column("step", justify="right", no_wrap=True)
-    table.add_column("waits", justify="right", no_wrap=True)
-    if here:
-        table.add_column("here", justify="right", no_wrap=True)
+    for name in ("step", "waits", "bubble", "memory"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("prices", no_wrap=True)
     for i, candidate in enumerate(candidates):
-        if candidate.timeline is None:
+        timeline = candidate.timeline
+        if timeline is None or timeline.summary is None:
             table.add_row(candidate.name, candidate.placement, f"[dim]{candidate.refused}[/dim]")
             continue
-        compute = max(candidate.timeline.busy_seconds(d, "compute") for d in candidate.timeline.devices)
-        step = candidate.step_seconds
-        row = [candidate.name, candidate.placement]
-        row += [format_seconds(seconds) for seconds in (step, step - compute)]
-        row += [format_seconds(here[candidate.label])] if candidate.label in here else []
-        table.add_row(*row, style="bold green" if i == 0 else "")
+        waits = sum(timeline.summary.exposed_communication.values())
+        row = [candidate.name, candidate.placement, format_seconds(timeline.step_seconds), format_seconds(waits)]
+        row += [f"{timeline.summary.bubble:.0%}", format_bytes(timeline.summary.peak_memory_bytes)]
+        table.add_row(*row, ", ".join(timeline.sources), style="bold green" if i == 0 else "")
+    if num_more > 0:
+        table.caption = f"and {num_more} slower plans"
     return table
 
 

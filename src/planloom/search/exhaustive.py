@@ -1,6 +1,8 @@
 """Exhaustive search: every named plan on every placement, priced by the simulator.
 
 Candidates that a model or batch does not allow are kept with the reason, so that the table says why a plan is missing.
+`plan_lazily` measures only what the best plans use: it ranks by what is known, measures the best, and ranks again,
+until nothing in them is unmeasured.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -70,3 +72,39 @@ def price_plans(
         if progress is not None:
             progress(i + 1, len(candidates))
     return tuple(sorted(priced, key=lambda c: (c.step_seconds, c.label)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LazyPlans:
+    """Ranked candidates, of which the best are measured; in how many rounds, and how many runs that took."""
+
+    ranked: tuple[Candidate, ...]
+    num_rounds: int
+    num_measured: int
+
+
+def plan_lazily(
+    candidates: Sequence[Candidate],
+    prices_of: Callable[[], Prices],
+    measure: Callable[[Sequence[Program]], int],
+    *,
+    num_best: int = 3,
+    progress: Callable[[int, int], None] | None = None,
+) -> LazyPlans:
+    """Rank, measure what the best `num_best` plans use, and rank again until they are all measured.
+
+    `prices_of()` gives prices from all that is known at that time. `measure(programs)` measures what these programs use
+    and is not known, and returns how many runs that were. A program is given to it once, so there are at most as many
+    rounds as candidates.
+    """
+    measured: set[int] = set()
+    num_rounds = num_measured = 0
+    while True:
+        ranked = price_plans(candidates, prices_of(), progress=progress)
+        best = [c.program for c in ranked if c.program is not None and c.timeline is not None][:num_best]
+        todo = [program for program in best if id(program) not in measured]
+        if not todo:
+            return LazyPlans(ranked=ranked, num_rounds=num_rounds, num_measured=num_measured)
+        num_measured += measure(todo)
+        num_rounds += 1
+        measured.update(map(id, todo))

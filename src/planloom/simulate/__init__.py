@@ -1,6 +1,6 @@
 """`Program` × cost → `Timeline`."""
 
 from planloom.simulate.simulator import simulate
-from planloom.simulate.timeline import Event, Stream, Timeline
+from planloom.simulate.timeline import Event, RoleMemory, Stream, Summary, Timeline
 
-__all__ = ["Event", "Stream", "Timeline", "simulate"]
+__all__ = ["Event", "RoleMemory", "Stream", "Summary", "Timeline", "simulate"]

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from planloom.blocks import BlockGraph
 from planloom.execute import Given, LocalRun, RunVjp, local_slice
+from planloom.execute.background import Task
+from planloom.execute.vjp import Local
 from planloom.execute.wire import Finish, Wire
 from planloom.graph import RANDOM_STATE
 from planloom.program import (
@@ -51,10 +53,12 @@ class Runtime:
         wire: Wire,
         *,
         seed: int = 0,
+        at: torch.device | None = None,
+        make_local: Callable[[LocalRun], Local] = lambda local: local,
     ) -> None:
         self.blocks, self.program, self.device, self.wire = blocks, program, device, wire
         self.stage = program.stages[program.stage_of(device)]
-        self.at = next(iter(parameters.values())).device
+        self.at = at or next(iter(parameters.values())).device
         self.coordinates = self.stage.mesh.coordinates(device)
         self.seed, self.num_steps = seed, 0
         self._given = Given(blocks.graph, buffers, self.at)
@@ -68,7 +72,7 @@ class Runtime:
         self._gathered: dict[Buffer, Tensor] = {}
         self._channels = _channel_tags(program)
         self._local = {
-            run.index: LocalRun(blocks, run, self.coordinates, num_micro=program.num_micro_batches)
+            run.index: make_local(LocalRun(blocks, run, self.coordinates, num_micro=program.num_micro_batches))
             for run in program.runs
             if device in program.stages[run.stage].mesh.devices
         }
@@ -79,6 +83,7 @@ class Runtime:
         self.gradients: dict[str, Tensor] = {}
         self.keep_gradients = False
         self.events: list[Event] | None = None
+        self._tasks: list[tuple[Task[object], str, int]] = []
         wire.create_groups(_all_groups(program))
 
     def _store(self, stored: StoredParameter, whole: Tensor) -> None:
@@ -116,16 +121,25 @@ class Runtime:
             return
         start = time.perf_counter()
         self._carry_out(instruction, micro, given)
-        self.events.append(
-            Event(
-                device=self.device,
-                stream=_stream(instruction),
-                name=type(instruction).__name__,
-                micro=micro,
-                start_seconds=start,
-                stop_seconds=time.perf_counter(),
-            )
-        )
+        stream = _stream(instruction)
+        if stream is not None:
+            self._record(stream, _name(instruction), micro, start, time.perf_counter())
+        task = self.wire.last_task
+        if task is not None and collectives_in(instruction):
+            self._tasks.append((task, _name(instruction), micro))
+            self.wire.last_task = None
+
+    def _record(self, stream: Stream, name: str, micro: int, start: float, stop: float) -> None:
+        assert self.events is not None
+        event = Event(device=self.device, stream=stream, name=name, micro=micro, start_seconds=start, stop_seconds=stop)
+        self.events.append(event)
+
+    def record_communication(self) -> None:
+        """Add what was carried out in the background to the events."""
+        for task, name, micro in self._tasks:
+            if task.span is not None:
+                self._record("communication", name, micro, *task.span)
+        self._tasks.clear()
 
     def _place(self, buffer: Buffer, micro: int) -> Place:
         return (buffer, micro if buffer.indexed else -1)
@@ -293,5 +307,17 @@ def _all_groups(program: Program) -> list[tuple[int, ...]]:
     ]
 
 
-def _stream(instruction: Instruction) -> Stream:
-    return "compute" if isinstance(instruction, Forward | Backward | Sum | Accumulate | Update) else "communication"
+def _stream(instruction: Instruction) -> Stream | None:
+    """Where an instruction's own time is spent; None if it only starts something, or forgets it."""
+    if isinstance(instruction, Wait):
+        return "waiting"
+    return "compute" if isinstance(instruction, Forward | Backward | Sum | Accumulate | Update) else None
+
+
+def _name(instruction: Instruction) -> str:
+    match instruction:
+        case Forward(run=run) | Backward(run=run):
+            return f"{type(instruction).__name__} {run}"
+    for collective in collectives_in(instruction):
+        return " + ".join(step.kind for step in collective.steps if not step.is_local)
+    return type(instruction).__name__

@@ -8,7 +8,7 @@ from statistics import median
 
 import msgspec
 
-from planloom.execute.processes import run_workers
+from planloom.execute.processes import Launch, run_workers
 from planloom.simulate import Timeline
 
 # The first steps warm up allocators, connections and caches.
@@ -37,11 +37,12 @@ def train_locally(
     num_steps: int,
     learning_rate: float = 1e-3,
     with_timeline: bool = False,
+    launch: Launch = run_workers,
     on_step: Callable[[int, float, float], None],
 ) -> TrainingRun:
     """Train a model (`file.py:factory`) under a plan file on local CPU processes; `on_step(step, loss, seconds)`.
 
-    With a timeline, one more step is made and what happened when on every rank is kept.
+    With a timeline, one more step is made and what happened when on every rank is kept. `launch` runs the workers.
     """
     losses: list[float] = []
     seconds: list[float] = []
@@ -56,6 +57,6 @@ def train_locally(
     with tempfile.TemporaryDirectory(prefix="planloom-train-") as folder:
         path = Path(folder) / "timeline.json"
         arguments += ["--timeline", str(path)] if with_timeline else []
-        run_workers("planloom.train.worker", arguments, num_processes, hear)
+        launch("planloom.train.worker", arguments, num_processes, hear)
         timeline = msgspec.json.decode(path.read_bytes(), type=Timeline) if with_timeline else None
     return TrainingRun(losses=tuple(losses), seconds=tuple(seconds), timeline=timeline)

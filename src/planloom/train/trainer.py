@@ -13,12 +13,14 @@ from planloom.capture import Batch, batch_spec, tensors_of
 from planloom.capture.batch import arguments_from_spec
 from planloom.collective import change_layout
 from planloom.errors import TrainingError
+from planloom.execute.compiled import CompiledRuns
 from planloom.execute.sharing import shared_capture
 from planloom.execute.wire import PeerLostError, Wire
 from planloom.layout import Layout
 from planloom.plan import Plan, require_model
 from planloom.program import Proof, build_program, verify_program
 from planloom.simulate import Event, Timeline
+from planloom.train.handing_over import HandedOver
 from planloom.train.runtime import OptimizerFactory, Runtime
 from planloom.train.watch import Watch, start_watch
 
@@ -40,19 +42,34 @@ class Trainer:
         watch: Watch,
         owns_watch: bool,
         seed: int,
+        compiled: bool,
     ) -> None:
         self.plan, self.blocks, self._watch, self._owns_watch = plan, blocks, watch, owns_watch
         self.rank = dist.get_rank()
         self._model, self._spec = model, plan.batch
         self.program = build_program(blocks, plan)
         self.proof: Proof = verify_program(blocks, self.program)
-        named, buffers = dict(model.named_parameters()), dict(model.named_buffers())
         self._wire = Wire(self.rank, timeout_seconds=timeout_seconds)
-        known = {name: named[name] for name in blocks.graph.parameters}
-        fixed = {name: (buffers | named)[name].detach() for name in blocks.graph.buffers}
+        at = next(model.parameters()).device
+        fixed = dict(model.named_buffers()) | dict(model.named_parameters())
+        buffers = {name: fixed.pop(name).detach() for name in blocks.graph.buffers}
+        del fixed
+        runs, handed_over = CompiledRuns() if compiled else None, HandedOver(model, blocks.graph.parameters)
         self.runtime = self._communicating(
-            lambda: Runtime(blocks, self.program, self.rank, known, fixed, optimizer, self._wire, seed=seed)
+            lambda: Runtime(
+                blocks,
+                self.program,
+                self.rank,
+                handed_over,
+                buffers,
+                optimizer,
+                self._wire,
+                seed=seed,
+                at=at,
+                **({"make_local": runs.compile} if runs is not None else {}),
+            )
         )
+        handed_over.drop_rest()
         self._gather_groups()
 
     def step(self, batch: Batch) -> float:
@@ -66,6 +83,7 @@ class Trainer:
         """One step, with what happened when on this rank."""
         self.runtime.events = []
         loss = self.step(batch)
+        self.runtime.record_communication()
         events, self.runtime.events = self.runtime.events, None
         start = min(event.start_seconds for event in events)
         return loss, Timeline(events=tuple(_shift(event, start) for event in events))
@@ -146,13 +164,18 @@ def parallelize(
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     watch: Watch | None = None,
     seed: int = 0,
+    compile: bool = False,  # as in torch.compile
 ) -> Trainer:
     """Prepare this process, started by `torchrun`, to train `model` as `plan` says.
 
     `optimizer` makes a `torch.optim` optimizer from a list of tensors. Every rank holds the same model and passes the
     same global batch to `step`. `blocks` saves the capture where the caller has them already, `watch` the start of a
-    watch. Dropout draws its numbers from `seed`, the step and the element: the same on any plan. A plan for another
-    model, or for another number of ranks, is refused before anything is sent.
+    watch. Dropout draws its numbers from `seed`, the step and the element: the same on any plan. `compile` compiles
+    every distinct run with torch's compiler at its first use. A plan for another model, or for another number of ranks,
+    is refused before anything is sent.
+
+    The parameters are handed over, one by one, so that no rank keeps what the plan gives to others: the module is left
+    with empty ones on the meta device. `Trainer.parameters` gives whole ones back.
     """
     if not dist.is_initialized():
         dist.init_process_group(_backend(model), timeout=timedelta(seconds=timeout_seconds))
@@ -169,6 +192,7 @@ def parallelize(
         watch=watch or start_watch(),
         owns_watch=watch is None,
         seed=seed,
+        compiled=compile,
     )
 
 

@@ -1,0 +1,270 @@
+"""The clock: stages go through their scripts, and what goes on at one time shares links and devices.
+
+Computing and communicating are *activities*: seconds of work that is done at a rate. The rate of communication is one
+over the largest sum of loads on any of its links, at most one, and less while its devices compute; the rate of
+computing is less while its device communicates. Rates change only when an activity begins or ends, so between two such
+moments every activity's end is known, and the clock jumps to the next one.
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from planloom.errors import PriceError
+from planloom.program import Program
+from planloom.simulate.links import Link, Loads
+from planloom.simulate.script import Await, Begin, Busy, Half, Item
+
+PIPELINE = "pp"
+"""The axis of exchanges between stages."""
+
+Place = tuple[int, int]
+"""A buffer's number, and the micro-batch."""
+_NOTHING: Loads = {}
+
+
+@dataclass(eq=False, slots=True)
+class Activity:
+    """Work that is under way, or has ended."""
+
+    name: str
+    axis: str
+    stages: tuple[int, ...]
+    remaining: float
+    micro: int
+    loads: Loads
+    parts: Busy | None = None
+    start: float = -1.0
+    stop: float = -1.0
+    rate: float = 0.0
+    seen_at: float = 0.0
+    version: int = 0
+    lane: object = None
+
+
+@dataclass(eq=False, slots=True)
+class StageClock:
+    """Where a stage is in its script."""
+
+    calls: Sequence[tuple[str, int]]
+    call: int = 0
+    item: int = 0
+    time: float = 0.0
+    computing: Activity | None = None
+    num_communicating: int = 0
+    waits_from: float = -1.0
+    pending: dict[Place, list[Activity]] = field(default_factory=dict)
+    waited: dict[str, float] = field(default_factory=dict)
+    """Seconds of waiting by axis."""
+    bubble: float = 0.0
+    compute_seconds: float = 0.0
+
+
+class Engine:
+    """All stages of a program on one clock."""
+
+    def __init__(
+        self,
+        program: Program,
+        scripts: Sequence[Mapping[str, Sequence[Item]]],
+        *,
+        compute_slowdown: float,
+        communication_slowdown: float,
+    ) -> None:
+        self.scripts = scripts
+        self.slow_compute, self.slow_communication = 1 / compute_slowdown, 1 / communication_slowdown
+        self.stages = [StageClock([(c.body, c.micro) for c in stage.calls]) for stage in program.stages]
+        self.exchanges: dict[tuple[str, int], Activity] = {}
+        """Of which one half has started."""
+        self.lanes: dict[object, deque[Activity]] = {}
+        self.on_link: dict[Link, set[Activity]] = {}
+        self.ends: list[tuple[float, int, int, Activity]] = []
+        self.finished: list[Activity] = []
+        self.waits: list[tuple[int, str, int, float, float]] = []
+        """(stage, axis, micro-batch, start, stop) of every wait that took time."""
+        self.num_pushed = 0
+        self.now = 0.0
+
+    def run(self) -> float:
+        """Seconds until the last stage has ended."""
+        for s in range(len(self.stages)):
+            self._go_on(s)
+        while self.ends:
+            time, _, version, activity = heapq.heappop(self.ends)
+            if version == activity.version and activity.stop < 0:
+                self.now = time
+                self._end(activity)
+        if any(clock.call < len(clock.calls) for clock in self.stages):
+            raise PriceError("a program that deadlocks has no time", required="a program that verifies")
+        return max(clock.time for clock in self.stages)
+
+    # -- a stage's way through its script
+
+    def _go_on(self, s: int) -> None:
+        """Carry out items until one takes time."""
+        clock, scripts = self.stages[s], self.scripts[s]
+        calls, num_calls = clock.calls, len(clock.calls)
+        while clock.call < num_calls:
+            body, micro = calls[clock.call]
+            items = scripts[body]
+            at, count = clock.item, len(items)
+            while at < count:
+                item = items[at]
+                kind = type(item)
+                if kind is Await:
+                    is_over = self._await(s, clock, item, micro)  # type: ignore[arg-type]
+                elif kind is Half:
+                    self._half(s, clock, item, micro)  # type: ignore[arg-type]
+                    is_over = True
+                elif kind is Busy:
+                    is_over = self._busy(s, clock, item, micro)  # type: ignore[arg-type]
+                else:
+                    self._queue(s, clock, item, micro)  # type: ignore[arg-type]
+                    is_over = True
+                if not is_over:
+                    clock.item = at
+                    return
+                at += 1
+            clock.call, clock.item = clock.call + 1, 0
+        clock.time = max(clock.time, self.now)
+
+    def _busy(self, s: int, clock: StageClock, item: Busy, micro: int) -> bool:
+        """Whether the item is over; else the stage goes on when it is."""
+        if clock.computing is None:
+            if not item.seconds:
+                return True
+            clock.computing = Activity("", "", (s,), item.seconds, micro, _NOTHING, parts=item)
+            self._begin(clock.computing)
+            return False
+        if clock.computing.stop < 0:
+            return False
+        clock.compute_seconds += item.seconds
+        clock.computing = None
+        return True
+
+    def _queue(self, s: int, clock: StageClock, item: Begin, micro: int) -> None:
+        activity = Activity(item.name, item.axis, (s,), item.seconds, micro, item.loads, lane=item.lane)
+        for number, is_indexed in item.targets:
+            clock.pending.setdefault((number, micro if is_indexed else -1), []).append(activity)
+        queue = self.lanes.setdefault(item.lane, deque())
+        queue.append(activity)
+        if len(queue) == 1:
+            self._begin(activity)
+
+    def _half(self, s: int, clock: StageClock, half: Half, micro: int) -> None:
+        key = (half.channel, micro)
+        activity = self.exchanges.pop(key, None)
+        is_first = activity is None
+        if activity is None:
+            activity = self.exchanges[key] = Activity("exchange", PIPELINE, (s, half.peer), 0.0, micro, _NOTHING)
+        if half.is_send:
+            activity.remaining, activity.loads = half.seconds, half.loads
+        for number, is_indexed in half.buffers:
+            clock.pending.setdefault((number, micro if is_indexed else -1), []).append(activity)
+        if not is_first:
+            self._begin(activity)
+
+    def _await(self, s: int, clock: StageClock, wait: Await, micro: int) -> bool:
+        (number, is_indexed), pending = wait.buffer, clock.pending
+        if wait.every:
+            places = [place for place in pending if place[0] == number]
+        else:
+            place = (number, micro - wait.lag if is_indexed else -1)
+            if place not in pending:
+                return True
+            places = [place]
+        for place in places:
+            for work in pending[place]:
+                if work.stop < 0:
+                    if clock.waits_from < 0:
+                        clock.waits_from = self.now
+                    return False
+        if clock.waits_from >= 0:
+            self._count_wait(s, clock, [work for place in places for work in pending[place]], micro)
+            clock.waits_from = -1.0
+        for place in places:
+            del pending[place]
+        return True
+
+    def _count_wait(self, s: int, clock: StageClock, works: Sequence[Activity], micro: int) -> None:
+        """Time before an exchange has begun is a bubble; what it takes then is exposed."""
+        last = max(works, key=lambda activity: activity.stop)
+        start, stop = clock.waits_from, last.stop
+        begun = min(max(last.start, start), stop) if last.axis == PIPELINE and last.lane is None else start
+        clock.bubble += begun - start
+        clock.waited[last.axis] = clock.waited.get(last.axis, 0.0) + stop - begun
+        if stop > start:
+            self.waits.append((s, last.axis, micro, start, stop))
+
+    # -- activities
+
+    def _begin(self, activity: Activity) -> None:
+        activity.start = activity.seen_at = self.now
+        if activity.parts is None:
+            for s in activity.stages:
+                self.stages[s].num_communicating += 1
+            for link in activity.loads:
+                self.on_link.setdefault(link, set()).add(activity)
+        self._set_rate(activity)
+        self._disturb(activity)
+
+    def _end(self, activity: Activity) -> None:
+        activity.stop = self.now
+        self.finished.append(activity)
+        if activity.parts is None:
+            for s in activity.stages:
+                self.stages[s].num_communicating -= 1
+            for link in activity.loads:
+                self.on_link[link].discard(activity)
+        self._disturb(activity)
+        if activity.lane is not None:
+            queue = self.lanes[activity.lane]
+            queue.popleft()
+            if queue:
+                self._begin(queue[0])
+        for s in activity.stages:
+            self._go_on(s)
+
+    def _disturb(self, activity: Activity) -> None:
+        """The rates of what shares links or devices with an activity that begins or ends."""
+        if activity.parts is None:
+            for link in activity.loads:
+                for other in tuple(self.on_link[link]):
+                    if other is not activity:
+                        self._set_rate(other)
+            if self.slow_compute < 1:
+                for s in activity.stages:
+                    computing = self.stages[s].computing
+                    if computing is not None and computing.stop < 0:
+                        self._set_rate(computing)
+        elif self.slow_communication < 1:
+            s = activity.stages[0]
+            for other in {a for on in self.on_link.values() for a in on if s in a.stages}:
+                self._set_rate(other)
+
+    def _set_rate(self, activity: Activity) -> None:
+        rate = self._rate(activity)
+        if rate == activity.rate:
+            return
+        activity.remaining -= (self.now - activity.seen_at) * activity.rate
+        activity.rate, activity.seen_at = rate, self.now
+        activity.version += 1
+        self.num_pushed += 1
+        end = self.now + max(0.0, activity.remaining) / rate
+        heapq.heappush(self.ends, (end, self.num_pushed, activity.version, activity))
+
+    def _rate(self, activity: Activity) -> float:
+        if activity.parts is not None:
+            return self.slow_compute if self.stages[activity.stages[0]].num_communicating else 1.0
+        crowd = 1.0
+        for link, load in activity.loads.items():
+            on = self.on_link[link]
+            if len(on) > 1 or load > 1:
+                crowd = max(crowd, sum(other.loads[link] for other in on))
+        if self.slow_communication < 1:
+            for s in activity.stages:
+                computing = self.stages[s].computing
+                if computing is not None and computing.stop < 0:
+                    return self.slow_communication / crowd
+        return 1 / crowd

@@ -1,0 +1,369 @@
+"""What a role holds when: exact liveness over its program, as the runtime holds it.
+
+Every buffer refers to a storage, and so does what autograd saved: a run's input that was saved lives on after its
+buffer is freed, and is counted once however many runs saved it. A storage is gone when nobody refers to it.
+
+Calls of a body do the same whatever their micro-batch, except the first ones (the first gradient becomes the sum, the
+second makes a new one) and the last backward. So each kind of call is walked through once, instruction by instruction,
+which gives what it adds and how far it rises above where it began; then the calls are gone through in their order,
+with all micro-batches that are in flight.
+
+| part          | what                                                                                        |
+|---------------|---------------------------------------------------------------------------------------------|
+| parameters    | as stored, and gathered ones while they are gathered                                        |
+| optimizer     | two moments of AdamW, and the shards that it updates where they are not the stored ones     |
+| gradients     | sums over micro-batches, reduced gradients                                                  |
+| activations   | outputs of runs and what their backward needs                                               |
+| temporaries   | inside a run's forward or backward, cotangents, inside the optimizer                        |
+| communication | arrays on their way                                                                         |
+| inputs        | the batch and what is computed from it alone                                                |
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from planloom.cost import Prices, RunMemory
+from planloom.graph import Graph
+from planloom.program import (
+    Accumulate,
+    Backward,
+    BodyCall,
+    Buffer,
+    Coalesced,
+    Collective,
+    Forward,
+    Free,
+    Instruction,
+    Program,
+    Receive,
+    Seed,
+    Send,
+    StageProgram,
+    Sum,
+    Update,
+    Wait,
+    collectives_in,
+)
+from planloom.program.schedule import ENTER, EXIT, LAST_BACKWARD, RECEIVES
+from planloom.program.sizes import sizes_of_steps
+from planloom.simulate.timeline import RoleMemory
+
+PARTS = ("parameters", "optimizer", "gradients", "activations", "temporaries", "communication", "inputs")
+_NUM_MOMENTS = 2
+_WALKED = 3
+"""Calls of a body after which the next are alike."""
+
+Place = tuple[Buffer, int]
+Bytes = dict[str, int]
+
+
+@dataclass(eq=False, slots=True)
+class _Storage:
+    num_bytes: int
+    part: str
+    num_holders: int = 1
+
+
+@dataclass(slots=True)
+class _Arrival:
+    """Communication under way: what it works with, and what its targets get; `shared`: views of one array."""
+
+    working: _Storage
+    result_bytes: int
+    shared: _Storage | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CallMemory:
+    """What one kind of call adds, and its highest point above where it began."""
+
+    added: Bytes
+    peak: Bytes
+    when: str
+
+
+def role_memory(program: Program, stage: int, prices: Prices, sizes: Mapping[Buffer, int]) -> RoleMemory:
+    """The peak of one stage's devices over a step, with AdamW; `sizes`: the bytes of the stage's buffers."""
+    own = program.stages[stage]
+    walk = _Walk(program, stage, prices, sizes)
+    kinds = walk.kinds_of_calls()
+    live, peak, when = dict(walk.before), dict(walk.before), "before the step"
+    for call, kind in zip(own.calls, _kinds(own.calls), strict=True):
+        memory = kinds[kind]
+        highest = _plus(live, memory.peak)
+        if sum(highest.values()) > sum(peak.values()):
+            peak, when = highest, memory.when + (f" of micro-batch {call.micro}" if call.micro >= 0 else "")
+        live = _plus(live, memory.added)
+    parts = {part: peak.get(part, 0) for part in PARTS if peak.get(part, 0)}
+    return RoleMemory(devices=own.mesh.devices, peak_bytes=sum(parts.values()), parts=parts, when=when)
+
+
+def _kinds(calls: Sequence[BodyCall]) -> list[tuple[str, int]]:
+    """(body, how manieth call of it, at most `_WALKED`)."""
+    counts: dict[str, int] = {}
+    kinds = []
+    for call in calls:
+        kinds.append((call.body, min(counts.get(call.body, 0), _WALKED - 1)))
+        counts[call.body] = counts.get(call.body, 0) + 1
+    return kinds
+
+
+class _Walk:
+    """One device of a stage, through a few micro-batches, one after another."""
+
+    def __init__(self, program: Program, s: int, prices: Prices, sizes: Mapping[Buffer, int]) -> None:
+        self.program, self.stage, self.prices, self.sizes = program, program.stages[s], prices, sizes
+        self.graph = prices.blocks.graph
+        self.held: dict[Place, _Storage] = {}
+        self.saved: dict[tuple[int, int], list[_Storage]] = {}
+        self.arriving: dict[Place, _Arrival] = {}
+        self.gathers = {buffer for p in self.stage.parameters for buffer in p.gathers}
+        self.parameters = set(self.graph.parameters)
+        self.borrowed: set[Place] = set()
+        self.live: Bytes = {}
+        self.highest: Bytes = {}
+        self.total = self.most = 0
+        self.when = ""
+        for stored in self.stage.parameters:
+            self.held[stored.buffer, -1] = self._make(self.sizes[stored.buffer], "parameters")
+            shard = prod(stored.optimizer_layout.local_sizes(stored.sizes))
+            shard *= self.graph.tensors[stored.name].item_bytes
+            self._make(_NUM_MOMENTS * shard, "optimizer")
+            if stored.layout != stored.optimizer_layout:
+                self._make(shard, "optimizer")
+        self._make(given_bytes(self.graph), "inputs")
+        self.before = dict(self.live)
+
+    def kinds_of_calls(self) -> dict[tuple[str, int], _CallMemory]:
+        """Every kind of call that occurs, walked in a plain order: each micro-batch forward and backward."""
+        found: dict[tuple[str, int], _CallMemory] = {}
+        counts: dict[str, int] = {}
+        for call in _plain_order(self.stage):
+            kind = (call.body, counts.get(call.body, 0))
+            counts[call.body] = kind[1] + 1
+            memory = self._walk(call)
+            if kind[1] < _WALKED:
+                found[kind] = memory
+        return found
+
+    def _walk(self, call: BodyCall) -> _CallMemory:
+        start = dict(self.live)
+        self.highest, self.most, self.when = dict(self.live), self.total, call.body
+        for instruction in self.stage.bodies[call.body]:
+            self._carry_out(instruction, call)
+        return _CallMemory(added=_minus(self.live, start), peak=_minus(self.highest, start), when=self.when)
+
+    # -- storages
+
+    def _make(self, num_bytes: int, part: str) -> _Storage:
+        self._add(num_bytes, part)
+        return _Storage(num_bytes, part)
+
+    def _add(self, num_bytes: int, part: str) -> None:
+        self.live[part] = self.live.get(part, 0) + num_bytes
+        self.total += num_bytes
+
+    def _drop(self, storage: _Storage | None) -> None:
+        if storage is not None:
+            storage.num_holders -= 1
+            if storage.num_holders == 0:
+                self._add(-storage.num_bytes, storage.part)
+
+    def _rise(self, what: str, extra: int = 0, part: str = "temporaries") -> None:
+        """Is this the highest point so far?"""
+        if self.total + extra > self.most:
+            self.most = self.total + extra
+            self.highest = _plus(self.live, {part: extra})
+            self.when = what
+
+    def _put(self, buffer: Buffer, micro: int, storage: _Storage) -> None:
+        place = _place(buffer, micro)
+        old = self.held.get(place)
+        self.held[place] = storage
+        self._drop(old)
+
+    def _keep(self, buffer: Buffer, micro: int) -> _Storage:
+        storage = self.held[_place(buffer, micro)]
+        storage.num_holders += 1
+        return storage
+
+    # -- instructions
+
+    def _carry_out(self, instruction: Instruction, call: BodyCall) -> None:
+        micro = call.micro
+        match instruction:
+            case Forward():
+                self._forward(instruction, micro)
+            case Backward():
+                self._backward(instruction, micro)
+            case Collective() | Coalesced():
+                self._start(instruction, micro)
+            case Send(source=source, transfers=transfers, sizes=sizes):
+                whole = all(all(a == 0 and b == n for (a, b), n in zip(t.source_box, sizes, strict=True))
+                            for t in transfers)  # fmt: skip
+                if not whole:
+                    working = self._make(self.sizes[source], "communication")
+                    self.arriving[_place(source, micro)] = _Arrival(working, -1)
+            case Receive(target=target):
+                working = self._make(2 * self.sizes[target], "communication")
+                self.arriving[_place(target, micro)] = _Arrival(working, self.sizes[target])
+            case Wait():
+                self._wait(instruction, micro)
+            case Sum(target=target, tensor=tensor):
+                self._put(target, micro, self._make(self.sizes[target], self._part(tensor)))
+            case Accumulate(target=target, source=source, tensor=tensor):
+                self._accumulate(target, source, tensor, micro)
+            case Seed(target=target):
+                self._put(target, micro, self._make(self.sizes[target], "temporaries"))
+            case Free(buffer=buffer):
+                self._drop(self.held.pop(_place(buffer, micro), None))
+            case Update():
+                self._rise("update", self.prices.update_bytes(self.stage))
+        self._rise(call.body)
+
+    def _part(self, tensor: str) -> str:
+        return "gradients" if tensor in self.parameters else "temporaries"
+
+    def _run_memory(self, run: int) -> RunMemory:
+        return self.prices.run_memory(self.program, self.program.runs[run])
+
+    def _forward(self, forward: Forward, micro: int) -> None:
+        memory = self._run_memory(forward.run)
+        self._rise(f"forward of run {forward.run}", memory.forward_peak_bytes)
+        kept = [self._make(memory.saved_bytes, "activations")]
+        for buffer in forward.outputs:
+            self._put(buffer, micro, self._make(self.sizes[buffer], "activations"))
+        kept += [self._keep(b, micro) for b, is_kept in zip(forward.inputs, memory.saved_inputs, strict=True)
+                 if is_kept and b not in self.gathers]  # fmt: skip
+        kept += [self._keep(b, micro) for b, is_kept in zip(forward.outputs, memory.saved_outputs, strict=True)
+                 if is_kept]  # fmt: skip
+        self.saved[forward.run, micro] = kept
+
+    def _backward(self, backward: Backward, micro: int) -> None:
+        self._rise(f"backward of run {backward.run}", self._run_memory(backward.run).backward_peak_bytes)
+        for storage in self.saved.pop((backward.run, micro)):
+            self._drop(storage)
+        slots = self.program.runs[backward.run].inputs
+        for buffer, slot in zip(backward.outputs, slots, strict=True):
+            if buffer is not None:
+                self._put(buffer, micro, self._make(self.sizes[buffer], self._part(slot.tensor)))
+
+    def _accumulate(self, target: Buffer, source: Buffer, tensor: str, micro: int) -> None:
+        place = _place(target, micro)
+        if place not in self.held:
+            self.held[place] = self._keep(source, micro)
+            self.borrowed.add(place)
+        elif place in self.borrowed:
+            made = self._make(self.sizes[target], self._part(tensor))
+            self._rise("second micro-batch's gradient")
+            self._put(target, micro, made)
+            self.borrowed.discard(place)
+
+    # -- communication
+
+    def _start(self, instruction: Collective | Coalesced, micro: int) -> None:
+        members = collectives_in(instruction)
+        if all(step.is_local for step in members[0].steps):
+            for collective in members:
+                result = self._make(self.sizes[collective.target], self._part(collective.tensor))
+                self._put(collective.target, micro, result)
+            return
+        is_copied = isinstance(instruction, Coalesced)
+        steps = [sizes_of_steps(self.graph, collective) for collective in members]
+        totals = [sum(column) for column in zip(*steps, strict=True)]
+        working = self._make(_working_bytes(members[0], totals, is_copied=is_copied), "communication")
+        working.num_holders = len(members)
+        shared = None
+        if is_copied and not members[0].steps[-1].along:
+            shared = _Storage(totals[-1], "", num_holders=len(members))
+        for collective, sizes in zip(members, steps, strict=True):
+            self.arriving[_place(collective.target, micro)] = _Arrival(working, sizes[-1], shared)
+            if isinstance(instruction, Coalesced) and instruction.takes_sources:
+                self._drop(self.held.pop(_place(collective.source, micro), None))
+
+    def _wait(self, wait: Wait, micro: int) -> None:
+        places = [_place(wait.buffer, micro - wait.lag)]
+        if wait.every:
+            places = [place for place in (*self.held, *self.arriving) if place[0] == wait.buffer]
+        for place in dict.fromkeys(places):
+            arrival = self.arriving.pop(place, None)
+            if arrival is not None:
+                self._arrive(place, arrival)
+            if wait.free:
+                self._drop(self.held.pop(place, None))
+
+    def _arrive(self, place: Place, arrival: _Arrival) -> None:
+        buffer = place[0]
+        if arrival.result_bytes < 0:  # a send
+            self._drop(arrival.working)
+        elif buffer in self.gathers:  # copied to where autograd expects it
+            self.held[place] = self._make(arrival.result_bytes, "parameters")
+            self._rise("gathered parameters")
+            self._drop(arrival.working)
+        elif place in self.held and self.held[place].part == "parameters":
+            self._drop(arrival.working)
+        elif arrival.shared is not None:
+            if not arrival.shared.part:
+                arrival.shared.part = self._part(buffer.tensor)
+                self._add(arrival.shared.num_bytes, arrival.shared.part)
+                arrival.working.num_holders = 1  # the results lie in what it worked with
+                self._drop(arrival.working)
+            self.held[place] = arrival.shared
+        else:
+            self._drop(arrival.working)
+            self._put(*place, self._make(arrival.result_bytes, self._part_of_value(buffer)))
+
+    def _part_of_value(self, buffer: Buffer) -> str:
+        if buffer.tensor in self.parameters:
+            return "parameters" if ":used" in buffer.name else "gradients"
+        return "activations"
+
+
+def _working_bytes(collective: Collective, totals: Sequence[int], *, is_copied: bool) -> int:
+    """The most that a collective's arrays take on the way, its result included (see `execute.wire`)."""
+    most = 0
+    for i, step in enumerate(collective.steps):
+        before, after = totals[i], totals[i + 1]
+        match step.kind:
+            case "all_reduce":
+                needed = before
+            case "all_gather":
+                needed = 2 * after + (before if is_copied else 0)
+            case "reduce_scatter":
+                needed = 2 * before + after
+            case "all_to_all":
+                needed = 3 * before
+            case _:
+                needed = before + after
+        most = max(most, needed)
+    return most
+
+
+def given_bytes(graph: Graph) -> int:
+    """The batch, and what is computed from it alone, whole on every device."""
+    read = {name for op in graph.ops for name in op.inputs} | set(graph.inputs)
+    given = [graph.tensors[name] for name in read & graph.given_names if name in graph.tensors]
+    return sum(prod(tensor.shape) * tensor.item_bytes for tensor in given)
+
+
+def _plain_order(stage: StageProgram) -> list[BodyCall]:
+    """The calls of the first micro-batches, one micro-batch after another, and of the last."""
+    backwards = [call for call in stage.calls if call.body in ("backward", LAST_BACKWARD)]
+    order = [call for call in stage.calls if call.body == ENTER]
+    for i, backward in enumerate(backwards[:_WALKED] + backwards[max(_WALKED, len(backwards) - 1) :]):
+        for body in ("forward", backward.body):
+            order += [BodyCall(body=name, micro=i) for name in (RECEIVES[body], body) if name in stage.bodies]
+    return order + [call for call in stage.calls if call.body == EXIT]
+
+
+def _place(buffer: Buffer, micro: int) -> Place:
+    return (buffer, micro if buffer.indexed else -1)
+
+
+def _plus(first: Bytes, second: Bytes) -> Bytes:
+    return {part: first.get(part, 0) + second.get(part, 0) for part in {*first, *second}}
+
+
+def _minus(first: Bytes, second: Bytes) -> Bytes:
+    return {part: first.get(part, 0) - second.get(part, 0) for part in {*first, *second}}

@@ -1,0 +1,311 @@
+"""From a stage's bodies to items that take time: each body once, whatever the number of its calls.
+
+    Busy       the device computes; what it communicates meanwhile and awaits at once is part of it
+    Begin      a collective starts, behind what is under way on its lane
+    Half       one half of an exchange with another stage starts
+    Await      the program waits for what was started on buffers
+
+A collective that is awaited at once, on links that no other stage uses, behind nothing on its lane, is like computing:
+it holds the device for its seconds and cannot be disturbed. So the forward of a stage whose tensor parallelism stays
+inside its nodes is one item, and a pipeline of hundreds of micro-batches is simulated in a fraction of a second.
+
+Lanes: gloo carries out a rank's collectives one after another; NCCL has a stream for each group.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from planloom.cost import Price, Prices
+from planloom.cost.prices import Source
+from planloom.layout import Mesh
+from planloom.program import (
+    Accumulate,
+    Backward,
+    Buffer,
+    Collective,
+    Forward,
+    Instruction,
+    Program,
+    Receive,
+    Seed,
+    Send,
+    Sum,
+    Update,
+    Wait,
+    collectives_in,
+)
+from planloom.program.schedule import EXIT
+from planloom.program.sizes import sizes_of_steps
+from planloom.simulate.links import Links, Loads
+from planloom.simulate.timeline import Stream
+
+Key = tuple[int, bool]
+"""A buffer by number, and whether there is one for each micro-batch: buffers themselves are slow to hash."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A stretch of a busy item, for the picture."""
+
+    name: str
+    stream: Stream
+    start: float
+    seconds: float
+    axis: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """The device is busy with all of its parts, one after another."""
+
+    seconds: float
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """A collective, or several as one, with what it loads."""
+
+    name: str
+    axis: str
+    seconds: float
+    lane: object
+    targets: tuple[Key, ...]
+    loads: Loads
+
+
+@dataclass(frozen=True, slots=True)
+class Half:
+    """One half of an exchange; the sender's half knows its price. Several that start together are one."""
+
+    channel: str
+    peer: int
+    buffers: tuple[Key, ...]
+    is_send: bool
+    seconds: float
+    loads: Loads
+
+
+@dataclass(frozen=True, slots=True)
+class Await:
+    """A wait, as in the program."""
+
+    buffer: Key
+    lag: int
+    every: bool
+
+
+Item = Busy | Begin | Half | Await
+
+
+class ScriptWriter:
+    """Prices the instructions of a program, and remembers where the prices came from."""
+
+    def __init__(self, program: Program, prices: Prices, links: Links) -> None:
+        self.program, self.prices, self.links = program, prices, links
+        self.graph = prices.blocks.graph
+        self.sources: set[Source] = set()
+        self.deviation = 0.0
+        """Seconds of standard deviation of all prices, each counted once."""
+        self.priced = 0.0
+        self._axes: dict[tuple[int, int], str] = {}
+        self._numbers: dict[Buffer, int] = {}
+        self._stage_of = {d: s for s, stage in enumerate(program.stages) for d in stage.mesh.devices}
+
+    def scripts(self, sizes: Sequence[dict[Buffer, int]]) -> list[dict[str, tuple[Item, ...]]]:
+        """The items of every body of every stage; `sizes`: the bytes of each stage's buffers."""
+        items = [
+            {name: self._items(s, body, sizes[s]) for name, body in stage.bodies.items()}
+            for s, stage in enumerate(self.program.stages)
+        ]
+        together = _started_together(items)
+        return [
+            {
+                name: tuple(self._merged(_with_halves_joined(body, together), lane_is_free=name != EXIT))
+                for name, body in bodies.items()
+            }
+            for bodies in items
+        ]
+
+    def _items(self, s: int, body: Sequence[Instruction], sizes: dict[Buffer, int]) -> list[Item]:
+        items: list[Item] = []
+        accumulated: set[Buffer] = set()
+        at_once: set[Buffer] = set()
+        for instruction in body:
+            match instruction:
+                case Forward(run=run):
+                    items.append(self._busy(f"Forward {run}", self._run(run, "forward")))
+                case Backward(run=run):
+                    items.append(self._busy(f"Backward {run}", self._run(run, "backward")))
+                case Sum(target=target, sources=sources):
+                    price = self._seen(self.prices.memory((1 + len(sources)) * sizes[target]))
+                    items.append(self._busy("Sum", price))
+                case Accumulate(target=target):
+                    if self.program.num_micro_batches > 1 or target in accumulated:
+                        items.append(self._busy("Accumulate", self._seen(self.prices.memory(3 * sizes[target]))))
+                    accumulated.add(target)
+                case Seed():
+                    items.append(self._busy("Seed", self._seen(self.prices.memory(8))))
+                case Update():
+                    items.append(self._busy("Update", self._seen(self.prices.update(self.program, s))))
+                case Send(channel=channel, source=source, transfers=transfers):
+                    item_bytes = self.graph.tensors[instruction.tensor].item_bytes
+                    price = self._seen(self.prices.exchange(transfers, item_bytes))
+                    peer = self._stage_of[transfers[0].target]
+                    loads = self.links.of_exchange(s, peer, price)
+                    items.append(Half(channel, peer, (self._key(source),), True, price.seconds, loads))
+                case Receive(channel=channel, target=target, transfers=transfers):
+                    items.append(
+                        Half(channel, self._stage_of[transfers[0].source], (self._key(target),), False, 0.0, {})
+                    )
+                case Wait(buffer=buffer):
+                    wait = Await(self._key(buffer), instruction.lag, instruction.every)
+                    items += [wait] if buffer not in at_once else []
+            collectives = collectives_in(instruction)
+            if collectives:
+                items += self._begin(s, collectives)
+                if all(step.is_local for step in collectives[0].steps):
+                    at_once.update(collective.target for collective in collectives)
+        return items
+
+    def _begin(self, s: int, collectives: tuple[Collective, ...]) -> list[Item]:
+        """A collective with the sum of its steps' seconds; several as one, with the sum of their bytes."""
+        steps = collectives[0].steps
+        bytes_of = [sizes_of_steps(self.graph, collective) for collective in collectives]
+        seconds, busy = 0.0, dict[int, float]()
+        for i, step in enumerate(steps):
+            price = self._seen(self.prices.step(step, sum(each[i] for each in bytes_of)))
+            seconds += price.seconds
+            for level, at in price.busy:
+                busy[level] = busy.get(level, 0.0) + at
+        targets = tuple(self._key(collective.target) for collective in collectives)
+        if all(step.is_local for step in steps):
+            name = " + ".join(step.kind for step in steps)
+            return [self._busy(name, Price(seconds=seconds, source="modelled"))] if seconds else []
+        packed: list[Item] = []
+        if len(collectives) > 1:
+            price = self._seen(self.prices.memory(2 * sum(each[0] for each in bytes_of)))
+            packed.append(self._busy("Pack", price))
+        communicating = [step for step in steps if not step.is_local]
+        name = " + ".join(step.kind for step in communicating)
+        axes = [self._axis(s, step.groups) for step in communicating]
+        lane = "" if self.prices.cluster.library == "gloo" else communicating[0].groups
+        loads = self.links.of_collective(s, busy, seconds)
+        return [*packed, Begin(name, "·".join(dict.fromkeys(axes)), seconds, (s, id(lane)), targets, loads)]
+
+    def _merged(self, items: Sequence[Item], *, lane_is_free: bool) -> list[Item]:
+        """Adjacent busy items as one, with collectives that are awaited at once and cannot be disturbed.
+
+        `lane_is_free`: nothing is under way when the body begins.
+        """
+        merged: list[Item] = []
+        in_flight: set[Key] = set()
+        at = 0
+        while at < len(items):
+            item = items[at]
+            following = items[at + 1] if at + 1 < len(items) else None
+            if (
+                isinstance(item, Begin)
+                and isinstance(following, Await)
+                and lane_is_free
+                and not in_flight
+                and item.targets == (following.buffer,)
+                and not following.every
+                and self.links.are_private(item.loads)
+            ):
+                part = Part(item.name, "communication", 0.0, item.seconds, item.axis)
+                item, at = Busy(item.seconds, (part,)), at + 1
+            if isinstance(item, Begin):
+                in_flight.update(item.targets)
+            if isinstance(item, Await):
+                in_flight.discard(item.buffer)
+            if isinstance(item, Busy) and merged and isinstance(merged[-1], Busy):
+                merged[-1] = _joined(merged[-1], item)
+            else:
+                merged.append(item)
+            at += 1
+        return merged
+
+    # -- prices
+
+    def _run(self, run: int, phase: str) -> Price:
+        return self._seen(self.prices.run(self.program, self.program.runs[run], phase))  # type: ignore[arg-type]
+
+    def _seen(self, price: Price) -> Price:
+        self.sources.add(price.source)
+        self.deviation += price.seconds * price.uncertainty
+        self.priced += price.seconds
+        return price
+
+    @property
+    def uncertainty(self) -> float:
+        """The mean of all prices' uncertainties, by seconds: they are alike, not independent."""
+        return self.deviation / self.priced if self.priced else 0.0
+
+    @staticmethod
+    def _busy(name: str, price: Price) -> Busy:
+        return Busy(price.seconds, (Part(name, "compute", 0.0, price.seconds),))
+
+    def _key(self, buffer: Buffer) -> Key:
+        return self._numbers.setdefault(buffer, len(self._numbers)), buffer.indexed
+
+    def _axis(self, s: int, groups: tuple[tuple[int, ...], ...]) -> str:
+        key = (s, id(groups))
+        if key not in self._axes:
+            self._axes[key] = axis_of(self.program.stages[s].mesh, groups)
+        return self._axes[key]
+
+
+def axis_of(mesh: Mesh, groups: tuple[tuple[int, ...], ...]) -> str:
+    """The axes of a mesh along which the members of a group differ."""
+    first, *others = (mesh.coordinates(device) for device in groups[0])
+    digits = {digit for other in others for digit in other if other[digit] != first[digit]}
+    return "·".join(axis.name for axis in mesh.axes if digits.intersection(axis.digits))
+
+
+def _joined(first: Busy, second: Busy) -> Busy:
+    parts = tuple(replace(part, start=part.start + first.seconds) for part in second.parts)
+    return Busy(first.seconds + second.seconds, first.parts + parts)
+
+
+def _started_together(items: Sequence[Mapping[str, Sequence[Item]]]) -> dict[str, str]:
+    """Channel → the one that stands for it: those that follow each other on both sides, between the same stages.
+
+    They share the way, so one message with the bytes of all takes as long as all of them.
+    """
+    followed: list[set[tuple[str, str]]] = [set(), set()]
+    for stage in items:
+        for body in stage.values():
+            for first, second in pairwise(body):
+                if not (isinstance(first, Half) and isinstance(second, Half)):
+                    continue
+                if (first.peer, first.is_send) == (second.peer, second.is_send):
+                    followed[first.is_send].add((first.channel, second.channel))
+    stands_for = {second: first for first, second in followed[0] & followed[1]}
+    return {channel: _root(channel, stands_for) for channel in stands_for}
+
+
+def _root(channel: str, stands_for: Mapping[str, str]) -> str:
+    while channel in stands_for:
+        channel = stands_for[channel]
+    return channel
+
+
+def _with_halves_joined(items: Sequence[Item], together: Mapping[str, str]) -> list[Item]:
+    joined: list[Item] = []
+    for item in items:
+        last = joined[-1] if joined else None
+        if isinstance(item, Half) and isinstance(last, Half) and together.get(item.channel) == last.channel:
+            joined[-1] = _both(last, item)
+        else:
+            joined.append(item)
+    return joined
+
+
+def _both(first: Half, second: Half) -> Half:
+    """Two messages on one way: as far as they load it, one after the other; else at the same time."""
+    load = max(second.loads.values(), default=0.0)
+    seconds = max(first.seconds, second.seconds) + load * min(first.seconds, second.seconds)
+    loads = {link: max(second.loads.get(link, 0.0), load) for link, load in first.loads.items()}
+    return replace(first, buffers=first.buffers + second.buffers, seconds=seconds, loads=loads)
