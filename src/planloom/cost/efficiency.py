@@ -12,10 +12,11 @@ t_m × t_n, and k into s splits; every processor of the device takes one such un
               × (1 + sustained_loss / (1 + sustained_seconds × rate / flops))
 
 and the library takes the fastest kernel. `start_depth` is the filling of the pipeline and the writing of the tile, in
-units of k; the last factor is the lower clock, and the cache's end, in large products. The constants are fitted to
-measured products for each device (`benchmarks/roofline_fit.py` writes `efficiency.yaml`, which says from what); rate
-and bandwidth are those of the cluster file. A device that nobody measured has a general form without tiles, and
-a larger uncertainty.
+units of k; the last factor is the lower clock, and the cache's end, in large products. In a training step the device is
+at work all the time, and small products have the lower clock, too: there the factor is 1 + sustained_loss. The
+constants are fitted to measured products for each device (`benchmarks/roofline_fit.py` writes `efficiency.yaml`, which
+says from what); rate and bandwidth are those of the cluster file. A device that nobody measured has a general form
+without tiles, and a larger uncertainty.
 """
 
 import importlib.resources
@@ -150,16 +151,22 @@ def product_seconds(device: Device, dtype: str, item_bytes: int, shape: tuple[in
 def _product(
     efficiency: Efficiency, rate: float, bandwidth: float, item_bytes: int, shape: tuple[int, int, int, int]
 ) -> Estimate:
-    seconds = modelled_product(efficiency, rate, bandwidth, item_bytes, shape)
+    seconds = modelled_product(efficiency, rate, bandwidth, item_bytes, shape, sustained=True)
     small, medium, large = efficiency.uncertainty
     uncertainty = small if seconds < SMALL_SECONDS else medium if seconds < LARGE_SECONDS else large
     return Estimate(seconds=seconds, uncertainty=uncertainty)
 
 
 def modelled_product(
-    e: Efficiency, rate: float, bandwidth: float, item_bytes: int, shape: tuple[int, int, int, int]
+    e: Efficiency,
+    rate: float,
+    bandwidth: float,
+    item_bytes: int,
+    shape: tuple[int, int, int, int],
+    *,
+    sustained: bool = False,
 ) -> float:
-    """The formula above, for one product."""
+    """The formula above, for one product; `sustained`: in a step, where one follows another for seconds."""
     batch, m, n, k = shape
     num_bytes = item_bytes * batch * (m * k + k * n + m * n)
     memory = num_bytes / (bandwidth * e.memory_share)
@@ -169,7 +176,7 @@ def modelled_product(
         best = (compute**e.overlap + memory**e.overlap) ** (1 / e.overlap)
     else:
         best = min(_kernels(e, rate, bandwidth, memory, shape))
-    loss = 1 + e.sustained_loss / (1 + e.sustained_seconds * rate / flops)
+    loss = 1 + e.sustained_loss / (1 + (0.0 if sustained else e.sustained_seconds * rate / flops))
     return float((e.start_seconds + best) * loss)
 
 

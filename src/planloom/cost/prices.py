@@ -45,11 +45,15 @@ _UPDATE_TEMPORARIES = 2  # copies of the largest shard that AdamW makes at one t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
-    """Seconds, where they come from, and how long each level's most loaded wire is busy meanwhile."""
+    """Seconds, where they come from, and how long each level's most loaded wire is busy meanwhile.
+
+    `host_seconds`: in which the host starts the work. A host that is ahead of its device costs nothing.
+    """
 
     seconds: float
     source: Source
     uncertainty: float = 0.0
+    host_seconds: float = 0.0
     busy: tuple[tuple[int, float], ...] = ()
 
 
@@ -84,8 +88,12 @@ class Prices:
         key = run_key(fingerprint, phase)
         if key in self.measured:
             host: Figure = "forward_host" if phase == "forward" else "backward_host"
-            seconds = max(self.measured[key], self.measured.get(run_key(fingerprint, host), 0.0))
-            return Price(seconds=seconds, source="measured", uncertainty=self._spread(key))
+            return Price(
+                seconds=self.measured[key],
+                source="measured",
+                uncertainty=self._spread(key),
+                host_seconds=self.measured.get(run_key(fingerprint, host), 0.0),
+            )
         estimate = estimate_run(self.blocks, program, run, phase, self.cluster.device, fused=self.fused)
         return Price(seconds=estimate.seconds, source="modelled", uncertainty=estimate.uncertainty)
 

@@ -4,8 +4,11 @@ A repetition carries out *phases* one after the other (a forward, then its backw
 sample is as many repetitions as fill a twentieth of a second: a rank with a CPU quota runs for a part of every period
 and then waits, so one repetition says nothing about its speed and the mean over many periods does. On CUDA the
 repetitions of a sample are enqueued while the device is kept busy with something else, so that the host is ahead as it
-is in training; the seconds are the device's, by events, and those of the host are told apart. Of several ranks, all
-measure at the same time and the slowest counts.
+is in training; the seconds are the device's, by events, and those of the host are told apart. A GPU that has been idle
+computes faster than one that has been at work for a second, and holds its power: it is warmed up for as long, or else
+the sum over runs is a tenth less than a step (H200, 2026-11-16). A function whose host waits for the device (rows of
+experts are counted there) cannot be enqueued ahead: it takes what it takes from one end to the other. Of several
+ranks, all measure at the same time and the slowest counts.
 """
 
 import statistics
@@ -22,8 +25,10 @@ Function = Callable[[], object]
 WARM_UP_REPETITIONS = 5  # until a CPU's allocator has the pages that it needs; see `runs`
 BUDGET_SECONDS = 0.5  # of all samples of one measurement, unless five repetitions take longer
 MIN_SAMPLES, MAX_SAMPLES = 5, 10
-SAMPLE_SECONDS = {"cpu": 0.05, "cuda": 0.02}
+SAMPLE_SECONDS = {"cpu": 0.05, "cuda": 0.05}
 MAX_REPETITIONS = {"cpu": 200, "cuda": 20}  # a CUDA stream takes about a thousand kernels before its host waits
+_BUSY_SECONDS = 0.05  # several times what a host takes to start a run
+SUSTAINED_SECONDS = {"cpu": 0.0, "cuda": 0.6}
 _PLUG_ELEMENTS = 4096  # a product of square matrices of this size is 0.2 ms on an H200: a unit of keeping it busy
 
 
@@ -48,10 +53,14 @@ def time_phases(
     repeat = _Repeated(phases, device, before, hide_launch=hide_launch)
     for _ in range(WARM_UP_REPETITIONS - 1):
         repeat.sample(1)
+    if repeat.host_waits():
+        repeat = _Repeated(phases, device, before, hide_launch=False)
     once = slowest([sum(seconds for seconds, _ in repeat.sample(1))])[0]
     goal = min(SAMPLE_SECONDS[device.type], budget_seconds / MIN_SAMPLES)
     most = MAX_REPETITIONS[device.type]
     repetitions = max(1, min(most, ceil(goal / max(once, 1e-9))))
+    for _ in range(ceil(SUSTAINED_SECONDS[device.type] / max(once * repetitions, 1e-9))):
+        repeat.sample(repetitions)
     num_samples = max(MIN_SAMPLES, min(MAX_SAMPLES, round(budget_seconds / max(once * repetitions, 1e-9))))
     samples = [repeat.sample(repetitions) for _ in range(num_samples)]
     flat = slowest([number for sample in samples for pair in sample for number in pair])
@@ -88,6 +97,21 @@ class _Repeated:
         self._phases, self._device, self._before = list(phases.values()), device, before
         self._host_seconds = 1e-3  # of one repetition; learned
         self._plug = _Plug(device) if device.type == "cuda" and hide_launch else None
+
+    def host_waits(self) -> bool:
+        """Does the host wait for the device: does it take as long as whatever keeps the device busy?"""
+        if self._plug is None:
+            return False
+        torch.cuda.synchronize(self._device)
+        self._plug.keep_busy(_BUSY_SECONDS)
+        start = time.perf_counter()
+        if self._before is not None:
+            self._before()
+        for phase in self._phases:
+            phase()
+        seconds = time.perf_counter() - start
+        torch.cuda.synchronize(self._device)
+        return slowest([seconds])[0] > _BUSY_SECONDS / 2
 
     def sample(self, repetitions: int) -> list[tuple[float, float]]:
         """Mean (seconds, host seconds) of every phase."""
@@ -131,7 +155,8 @@ class _Plug:
     """Work that keeps a CUDA device busy for about as long as asked, so that the host gets ahead."""
 
     def __init__(self, device: torch.device) -> None:
-        self._matrix = torch.zeros(_PLUG_ELEMENTS, _PLUG_ELEMENTS, dtype=torch.bfloat16, device=device)
+        size = (_PLUG_ELEMENTS, _PLUG_ELEMENTS)
+        self._matrix = torch.randn(size, device=device).to(torch.bfloat16)  # zeros take less power
         self._result = torch.empty_like(self._matrix)
         self._unit()
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -58,7 +58,6 @@ class StageClock:
     waited: dict[str, float] = field(default_factory=dict)
     """Seconds of waiting by axis."""
     bubble: float = 0.0
-    compute_seconds: float = 0.0
 
 
 class Engine:
@@ -132,14 +131,14 @@ class Engine:
     def _busy(self, s: int, clock: StageClock, item: Busy, micro: int) -> bool:
         """Whether the item is over; else the stage goes on when it is."""
         if clock.computing is None:
-            if not item.seconds:
+            seconds = item.seconds
+            if not seconds:
                 return True
-            clock.computing = Activity("", "", (s,), item.seconds, micro, _NOTHING, parts=item)
+            clock.computing = Activity("", "", (s,), seconds, micro, _NOTHING, parts=item)
             self._begin(clock.computing)
             return False
         if clock.computing.stop < 0:
             return False
-        clock.compute_seconds += item.seconds
         clock.computing = None
         return True
 

@@ -57,10 +57,15 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """The device is busy with all of its parts, one after another."""
+    """The device is busy with all of its parts, one after another; or its host is, with starting them."""
 
-    seconds: float
+    device_seconds: float
     parts: tuple[Part, ...]
+    host_seconds: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return max(self.device_seconds, self.host_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +250,7 @@ class ScriptWriter:
 
     @staticmethod
     def _busy(name: str, price: Price) -> Busy:
-        return Busy(price.seconds, (Part(name, "compute", 0.0, price.seconds),))
+        return Busy(price.seconds, (Part(name, "compute", 0.0, price.seconds),), price.host_seconds)
 
     def _key(self, buffer: Buffer) -> Key:
         return self._numbers.setdefault(buffer, len(self._numbers)), buffer.indexed
@@ -265,8 +270,10 @@ def axis_of(mesh: Mesh, groups: tuple[tuple[int, ...], ...]) -> str:
 
 
 def _joined(first: Busy, second: Busy) -> Busy:
-    parts = tuple(replace(part, start=part.start + first.seconds) for part in second.parts)
-    return Busy(first.seconds + second.seconds, first.parts + parts)
+    parts = tuple(replace(part, start=part.start + first.device_seconds) for part in second.parts)
+    return Busy(
+        first.device_seconds + second.device_seconds, first.parts + parts, first.host_seconds + second.host_seconds
+    )
 
 
 def _started_together(items: Sequence[Mapping[str, Sequence[Item]]]) -> dict[str, str]:

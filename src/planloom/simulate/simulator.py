@@ -127,7 +127,7 @@ def _busy_events(device: int, activity: Activity, *, in_parts: bool) -> Iterator
             stop_seconds=activity.stop,
         )
         return
-    stretch = (activity.stop - activity.start) / busy.seconds
+    stretch = (activity.stop - activity.start) / busy.device_seconds if busy.device_seconds else 0.0
     for part in busy.parts:
         start = activity.start + part.start * stretch
         yield Event(
