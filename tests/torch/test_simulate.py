@@ -1,7 +1,6 @@
 """The simulator: closed forms, overlap, contention, and what its timeline says."""
 
 import json
-
 from dataclasses import dataclass
 
 import pytest

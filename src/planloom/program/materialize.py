@@ -242,12 +242,15 @@ class _Builder:
         ways = synthesize(
             before, after, self.meshes[s], slot.sizes, price=self.price, item_bytes=item_bytes, num_best=_NUM_WAYS
         )
+        movable = []
         for way in ways:
             count = sum(len(subs) for subs in way.factors[:num_row_factors])
             steps = way.program(self.meshes[s]).steps
             mixed = any(len({dim < count for dim in (*step.along, *step.into)}) > 1 for step in steps)
             if not mixed and not any(step.kind in ("broadcast", "reduce", "scatter", "gather") for step in steps):
-                return way
+                movable.append((any(dim < count for step in steps for dim in (*step.along, *step.into)), way))
+        if movable:  # rows that stay where they are need no counting, and are sent as any other array is
+            return min(movable, key=lambda found: found[0])[1]
         raise PlanError(
             f"the rows of experts {slot.tensor} cannot be brought from one layout to the other",
             given=f"layout {before}",

@@ -146,7 +146,11 @@ class Engine:
         activity = Activity(item.name, item.axis, (s,), item.seconds, micro, item.loads, lane=item.lane)
         for number, is_indexed in item.targets:
             clock.pending.setdefault((number, micro if is_indexed else -1), []).append(activity)
-        queue = self.lanes.setdefault(item.lane, deque())
+        self._line_up(activity)
+
+    def _line_up(self, activity: Activity) -> None:
+        """Begin behind what is under way on the same lane."""
+        queue = self.lanes.setdefault(activity.lane, deque())
         queue.append(activity)
         if len(queue) == 1:
             self._begin(activity)
@@ -158,11 +162,11 @@ class Engine:
         if activity is None:
             activity = self.exchanges[key] = Activity("exchange", PIPELINE, (s, half.peer), 0.0, micro, _NOTHING)
         if half.is_send:
-            activity.remaining, activity.loads = half.seconds, half.loads
+            activity.remaining, activity.loads, activity.lane = half.seconds, half.loads, (s, half.peer, PIPELINE)
         for number, is_indexed in half.buffers:
             clock.pending.setdefault((number, micro if is_indexed else -1), []).append(activity)
         if not is_first:
-            self._begin(activity)
+            self._line_up(activity)
 
     def _await(self, s: int, clock: StageClock, wait: Await, micro: int) -> bool:
         (number, is_indexed), pending = wait.buffer, clock.pending
@@ -190,7 +194,7 @@ class Engine:
         """Time before an exchange has begun is a bubble; what it takes then is exposed."""
         last = max(works, key=lambda activity: activity.stop)
         start, stop = clock.waits_from, last.stop
-        begun = min(max(last.start, start), stop) if last.axis == PIPELINE and last.lane is None else start
+        begun = min(max(last.start, start), stop) if last.axis == PIPELINE else start
         clock.bubble += begun - start
         clock.waited[last.axis] = clock.waited.get(last.axis, 0.0) + stop - begun
         if stop > start:

@@ -9,7 +9,8 @@ A collective that is awaited at once, on links that no other stage uses, behind 
 it holds the device for its seconds and cannot be disturbed. So the forward of a stage whose tensor parallelism stays
 inside its nodes is one item, and a pipeline of hundreds of micro-batches is simulated in a fraction of a second.
 
-Lanes: gloo carries out a rank's collectives one after another; NCCL has a stream for each group.
+Lanes: gloo carries out a rank's collectives one after another; NCCL has a stream for each group. Exchanges from one
+stage to another go one after another, too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -158,7 +159,7 @@ class ScriptWriter:
                     item_bytes = self.graph.tensors[instruction.tensor].item_bytes
                     price = self._seen(self.prices.exchange(transfers, item_bytes))
                     peer = self._stage_of[transfers[0].target]
-                    loads = self.links.of_exchange(s, peer, price)
+                    loads = self.links.of_exchange(s, peer, price, transfers)
                     items.append(Half(channel, peer, (self._key(source),), True, price.seconds, loads))
                 case Receive(channel=channel, target=target, transfers=transfers):
                     items.append(
@@ -196,7 +197,7 @@ class ScriptWriter:
         name = " + ".join(step.kind for step in communicating)
         axes = [self._axis(s, step.groups) for step in communicating]
         lane = "" if self.prices.cluster.library == "gloo" else communicating[0].groups
-        loads = self.links.of_collective(s, busy, seconds)
+        loads = self.links.of_collective(s, busy, seconds, communicating[0].groups)
         return [*packed, Begin(name, "·".join(dict.fromkeys(axes)), seconds, (s, id(lane)), targets, loads)]
 
     def _merged(self, items: Sequence[Item], *, lane_is_free: bool) -> list[Item]:
