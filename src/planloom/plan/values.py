@@ -28,9 +28,10 @@ class Storage:
 class Plan:
     """`strategies[i]`: for block i, dim → axes; `stages[i]`: the stage of block i; `meshes[s]`: the mesh of stage s.
 
-    `orders[s]` lists the calls of stage s; an empty tuple of orders is not a plan. `cluster`, if given, is the text of
-    the cluster file whose links decide between collective programs; else the bytes that they move do. `source`: how
-    the model was named on the command line.
+    `orders[s]` lists the calls of stage s; an empty tuple of orders is not a plan. `recompute`: the segments, by their
+    numbers in `find_segments`, whose activations are recomputed in the backward and not kept. `cluster`, if given, is
+    the text of the cluster file whose links decide between collective programs; else the bytes that they move do.
+    `source`: how the model was named on the command line.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Plan:
     num_micro_batches: int
     schedule: str
     orders: tuple[tuple[Call, ...], ...]
+    recompute: tuple[int, ...] = ()
     cluster: str = ""
     source: str = ""
     version: int = PLAN_VERSION
