@@ -56,7 +56,7 @@ def parse_named(text: str) -> NamedPlan:
             plan = replace(plan, **{key: int(value)})  # type: ignore[arg-type]
         elif word in ("sequence", "vocab", "experts", "recompute"):
             plan = replace(plan, **{word: True})  # type: ignore[arg-type]
-        elif word in ("zero1", "zero3"):
+        elif word in ("zero1", "zero2", "zero3"):
             plan = replace(plan, storage=word)  # type: ignore[arg-type]
         elif word in ("gpipe", "1f1b"):
             plan = replace(plan, schedule=word)
@@ -64,7 +64,7 @@ def parse_named(text: str) -> NamedPlan:
             raise PlanError(
                 f"unknown word {word!r} in a named plan",
                 given=text,
-                required="dp=N tp=N tp2=N pp=N micro=N sequence vocab experts zero1 zero3 recompute gpipe 1f1b, "
+                required="dp=N tp=N tp2=N pp=N micro=N sequence vocab experts zero1 zero2 zero3 recompute gpipe 1f1b, "
                 "joined by commas",
             )
     return plan

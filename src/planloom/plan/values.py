@@ -9,7 +9,7 @@ from planloom.layout import Mesh
 from planloom.plan.orders import Call
 
 PLAN_VERSION = 1
-StorageKind = Literal["replicated", "zero1", "zero3"]
+StorageKind = Literal["replicated", "zero1", "zero2", "zero3"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +17,8 @@ class Storage:
     """How a parameter is stored over an axis that does not split it.
 
     replicated: whole on every device, gradients reduced once a step; zero1: as before, but every device updates a shard
-    and the shards are gathered; zero3: only a shard is stored, gathered for every use, gradients reduced at every use.
+    and the shards are gathered; zero2: as zero1, but gradients are reduced to shards at every use, so that no whole
+    gradient is kept; zero3: only a shard is stored, gathered for every use, gradients reduced at every use.
     """
 
     kind: StorageKind = "replicated"

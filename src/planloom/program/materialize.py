@@ -25,7 +25,7 @@ from planloom.program.bodies import StageBodies, Use
 from planloom.program.connect import Connections
 from planloom.program.gradients import Gradients, sum_into
 from planloom.program.recompute import Recomputation, find_recomputations, masks_of, runs_with_backward
-from planloom.program.storage import store_parameters
+from planloom.program.storage import is_gathered, is_scattered, store_parameters
 from planloom.program.transform import Splits
 from planloom.program.values import (
     Accumulate,
@@ -42,7 +42,6 @@ from planloom.program.values import (
     Seed,
     Slot,
     StageProgram,
-    StoredParameter,
     Sum,
     Wait,
 )
@@ -192,7 +191,12 @@ class _Builder:
         stage, gathered, changes = self.stages[run.stage], {}, []
         for slot in run.inputs:
             home, use = self.parameters.get(slot.tensor), (slot.tensor, slot.layout)
-            if home is None or use in held or home.layout == slot.layout or not self._is_gathered(run.stage, home):
+            if (
+                home is None
+                or use in held
+                or home.layout == slot.layout
+                or not is_gathered(self.splits.plan, home, run.stage)
+            ):
                 continue
             name = f"{slot.tensor}:gathered@{slot.layout}"
             changes.append(self.connections.collectives(run.stage, slot, home.buffer, home.layout, slot.layout, name))
@@ -218,10 +222,6 @@ class _Builder:
             stage.values[key] = used
             stage.exit.append(Free(buffer=used))
         return stage.values[key]
-
-    def _is_gathered(self, s: int, home: StoredParameter) -> bool:
-        storage = self.splits.plan.storage.get(home.name)
-        return home.stage == s and storage is not None and storage.kind == "zero3"
 
     # -- recompute
 
@@ -319,7 +319,7 @@ class _Builder:
                 continue
             if slot.tensor not in self.parameters:
                 stage.cotangents.setdefault(slot.tensor, []).append((_cotangent(slot), cotangent))
-            elif self._is_gathered(run.stage, self.parameters[slot.tensor]):
+            elif is_scattered(self.splits.plan, self.parameters[slot.tensor], run.stage):
                 scattered.append((slot, self._shard_collectives(run, slot, cotangent), cotangent))
             else:
                 self.gradients.accumulate(stage.backward, stage, slot, cotangent, _cotangent(slot))
