@@ -17,6 +17,7 @@ from planloom.program.values import (
     Sum,
     Update,
     Wait,
+    collectives_in,
 )
 
 
@@ -80,15 +81,24 @@ class Gradients:
         names = tuple(home.name for home in updated)
         stage.exit.append(Update(parameters=names, gradients=tuple(gradients), targets=targets))
         stage.exit += [Free(buffer=gradient) for gradient in gradients]
-        stage.exit += self.connections.together(
-            [
-                self.connections.collectives(
-                    s, whole_parameter(home), home.updated, home.optimizer_layout, home.layout, home.buffer.name
-                )
-                for home in updated
-                if home.updated != home.buffer
-            ]
-        )
+        gathers = [
+            self.connections.collectives(
+                s, whole_parameter(home), home.updated, home.optimizer_layout, home.layout, home.buffer.name
+            )
+            for home in updated
+            if home.updated != home.buffer
+        ]
+        stage.exit += self._in_buckets([found[0] for found in gathers if len(found) == 1])
+        stage.exit += self.connections.together([found for found in gathers if len(found) > 1])
+
+    def _in_buckets(self, gathers: Sequence[Collective]) -> list[Instruction]:
+        """Gathers, two buckets on their way at a time: all at once would take as much as the parameters, twice."""
+        graph, body = self.connections.graph, list[Instruction]()
+        before: Sequence[Collective] = ()
+        for bucket in coalesce(graph, gathers, max_bytes=bucket_bytes(graph, gathers)):
+            body += [bucket, *(Wait(buffer=gather.target) for gather in before)]
+            before = collectives_in(bucket)
+        return [*body, *(Wait(buffer=gather.target) for gather in before)]
 
     def _bucketed(self, s: int, updated: list[StoredParameter]) -> dict[str, Buffer]:
         """The gradients that are reduced during the last backward, by parameter: those with one sum, made here."""

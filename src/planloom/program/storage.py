@@ -32,7 +32,7 @@ def store_parameters(splits: Splits) -> dict[str, StoredParameter]:
 
 
 def is_gathered(plan: Plan, home: StoredParameter, stage: int) -> bool:
-    """Does a stage gather a parameter for every use? Stages that it is no part of are sent the whole once."""
+    """Does a stage gather a parameter for every use? Other stages than its home are sent it once, whole."""
     return home.stage == stage and plan.storage.get(home.name, Storage()).kind == "zero3"
 
 
