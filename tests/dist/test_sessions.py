@@ -83,6 +83,7 @@ def test_the_demo_runs_the_whole_path(tmp_path: Path) -> None:
     found = json.loads(done.stdout)
     assert found["verified"] is True
     assert len(found["plans"]) >= 12
+    assert 0 < found["measured_runs"] <= found["known_runs"] <= found["distinct_runs"]
     assert found["losses"][-1] < found["losses"][0]
     assert found["predicted_step_seconds"] > 0
     assert found["measured_step_seconds"] > 0
