@@ -12,14 +12,8 @@ import typer
 from planloom.blocks import find_segments
 from planloom.cli.models import CapturedModel, capture_model
 from planloom.cli.output import JsonOption, progress_bar, screen, show
-from planloom.cli.plans import (
-    DEFAULT_STORE,
-    Lab,
-    candidate_document,
-    find_candidates,
-    measure_lazily,
-    with_figures,
-)
+from planloom.cli.plans import candidate_document, find_candidates
+from planloom.cli.pricing import DEFAULT_STORE, Lab, measure_lazily, with_figures
 from planloom.cluster import Cluster, format_bytes, format_seconds, load_cluster
 from planloom.cost import Prices, run_fingerprint, run_key
 from planloom.errors import PlanError

@@ -63,7 +63,8 @@ class Price:
 class Prices:
     """Prices of one model on one cluster.
 
-    `measured_links`: use measured collectives, not the cluster's links; `fused`: runs are compiled.
+    `measured_links`: the network was measured, too: use measured collectives and overlap, not the cluster's links;
+    `fused`: runs are compiled.
     """
 
     blocks: BlockGraph
@@ -182,12 +183,15 @@ class Prices:
     @property
     def compute_slowdown(self) -> float:
         """How many times longer a run takes while its device communicates."""
-        return max(1.0, self.measured.get(OVERLAP_COMPUTE_KEY, _MODELLED_SLOWDOWN))
+        return self._slowdown(OVERLAP_COMPUTE_KEY, _MODELLED_SLOWDOWN)
 
     @property
     def communication_slowdown(self) -> float:
         """How many times longer communication takes while its devices compute."""
-        return max(1.0, self.measured.get(OVERLAP_COMMUNICATION_KEY, 1.0))
+        return self._slowdown(OVERLAP_COMMUNICATION_KEY, 1.0)
+
+    def _slowdown(self, key: str, modelled: float) -> float:
+        return max(1.0, self.measured.get(key, modelled)) if self.measured_links else modelled
 
     # -- local work
 

@@ -112,9 +112,13 @@ class PriceStore:
 
     def export(self, path: str | Path) -> int:
         """Write this device's figures as one JSON file; their number."""
-        figures, skipped = self.load_with_spread(), self.skipped()
-        write_profiles([self._profile(figures=dict(sorted(figures.items())), skipped=skipped)], Path(path))
-        return len(figures)
+        profile = self.profile()
+        write_profiles([profile], Path(path))
+        return len(profile.figures)
+
+    def profile(self) -> Profile:
+        """All that is known of this device and software."""
+        return self._profile(figures=dict(sorted(self.load_with_spread().items())), skipped=self.skipped())
 
     def import_(self, path: str | Path) -> tuple[ProfileName, ...]:
         """Add the figures of an exported file under the devices that it names, in one transaction."""
