@@ -10,7 +10,8 @@ others do: 0.15 of a core instead of 0.20 with eight of them ([Empirical] 2 vCPU
                 slow: the same loop then takes up to 1.7 times as much CPU time, and only while the others are idle
                 ([Empirical] as above)
 
-With both, 4 x 0.4 and 8 x 0.2 of two cores get their shares to within 1 %, whatever the others do.
+With both, 4 x 0.4 and 8 x 0.2 of two cores get their shares to within 2 % while the others idle or compute; while they
+send, the same work takes 2 to 7 % longer (`README.md` has the table).
 """
 
 import os

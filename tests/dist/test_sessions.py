@@ -51,15 +51,19 @@ def test_too_few_processes_are_refused_with_the_users_error(tmp_path: Path) -> N
 
 
 def test_a_profile_measures_each_distinct_run_once(tmp_path: Path) -> None:
+    """And, without links, nothing that is sent."""
     store, seen = tmp_path / "prices.sqlite", []
     plans = [plan_of("dp=2"), plan_of("tp=2,vocab")]
-    profile_locally(TINY, plans, store, num_processes=2, progress=lambda done, total: seen.append((done, total)))
+    profile_locally(
+        TINY, plans, store, num_processes=2, progress=lambda *progress: seen.append(progress), with_links=False
+    )
     model, batch = load_model(TINY)
     blocks = find_blocks(capture(model, batch))
     programs = [build_program(blocks, plan) for plan in plans]
     known = local_store(store, 2).load()
-    assert is_measured(blocks, programs, known)
-    assert all(seconds > 0 for seconds in known.values())
+    assert is_measured(blocks, programs, known, with_links=False)
+    assert not [key for key in known if key.startswith(("collective/", "overlap/"))]
+    assert all(value > 0 for key, value in known.items() if key.endswith(("/forward", "/backward")))
     assert seen[-1][0] == seen[-1][1]
     distinct = [key for key in known if key.startswith("run/") and key.endswith("/forward")]
     assert len(distinct) < sum(len(program.runs) for program in programs)
@@ -83,6 +87,7 @@ def test_the_demo_runs_the_whole_path(tmp_path: Path) -> None:
     found = json.loads(done.stdout)
     assert found["verified"] is True
     assert len(found["plans"]) >= 12
+    assert 0 < found["measured_runs"] <= found["known_runs"] <= found["distinct_runs"]
     assert found["losses"][-1] < found["losses"][0]
     assert found["predicted_step_seconds"] > 0
     assert found["measured_step_seconds"] > 0

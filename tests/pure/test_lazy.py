@@ -4,11 +4,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 from planloom.cluster import load_cluster
 from planloom.cost import Prices, run_fingerprint, run_key
 from planloom.program import Program
-from planloom.search import Candidate, candidate_plans, plan_lazily
+from planloom.report import candidates_table
+from planloom.search import Candidate, candidate_plans, plan_lazily, price_plans
 from tests.pure.tiny_graph import tiny_batch, tiny_blocks
 
 CLUSTER = load_cluster("two-by-two")
@@ -82,3 +84,23 @@ def test_with_nothing_to_plan_nothing_is_measured() -> None:
     device = Device({})
     found = plan_lazily(refused, device.prices, device.measure)
     assert (found.num_rounds, found.num_measured, device.rounds) == (0, 0, [])
+
+
+def test_plans_that_do_not_fit_rank_behind_all_that_do() -> None:
+    """By their step times among themselves, and before those that are refused."""
+    prices = Device({}).prices()
+    everything = (*price_plans(candidates(), prices), Candidate(name="none", placement="", refused="no"))
+    by_memory = sorted({c.memory_bytes for c in everything if c.timeline is not None})
+    limit = by_memory[len(by_memory) // 2]
+    cluster = replace(CLUSTER, device=replace(CLUSTER.device, memory_bytes=limit))
+    ranked = price_plans(everything, replace(prices, cluster=cluster))
+    fitting = [c for c in ranked if c.timeline is not None and c.memory_bytes <= limit]
+    assert list(ranked[: len(fitting)]) == fitting
+    assert [c.fits for c in ranked[:-1]] == [c.memory_bytes <= limit for c in ranked[:-1]]
+    assert 0 < len(fitting) < len(ranked) - 1
+    assert ranked[-1].refused == "no"
+    for some in (fitting, ranked[len(fitting) : -1]):
+        assert [c.step_seconds for c in some] == sorted(c.step_seconds for c in some)
+    rows = Console(width=200).render_lines(candidates_table(ranked, cluster="small"))
+    text = "\n".join("".join(part.text for part in row) for row in rows)
+    assert text.count("too much") == len(ranked) - 1 - len(fitting)

@@ -18,6 +18,7 @@ class FixedPrices:
     """Forward one second a stage and micro-batch, backward two, everything else as told."""
 
     program: Program
+    on: str = "two-by-two"
     of: BlockGraph | None = None
     """The model; the small GPT if it is not said."""
     exchange_seconds: float = 0.0
@@ -34,7 +35,7 @@ class FixedPrices:
 
     @property
     def cluster(self) -> Cluster:
-        return load_cluster("two-by-two")
+        return load_cluster(self.on)
 
     def run_memory(self, program: Program, run: Run) -> RunMemory:
         return run_memory(self.blocks, program, run, fused=False)

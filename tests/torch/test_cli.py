@@ -28,8 +28,8 @@ def test_help_does_not_import_torch_and_every_command_has_an_example() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
     )
-    assert done.stdout.split() == ["12", "False"]
-    for command in ("demo", "plan", "verify", "simulate", "blocks", "models", "train", "cluster"):
+    assert done.stdout.split() == ["13", "False"]
+    for command in ("demo", "plan", "profile", "verify", "simulate", "blocks", "models", "train", "cluster"):
         done = planloom(command, "--help")
         assert done.returncode == 0
         assert f"Example: planloom {command}" in " ".join(done.stdout.split())
@@ -71,6 +71,9 @@ def test_plan_then_verify_then_simulate(tmp_path: Path) -> None:
     assert proof["devices"] == 4
     timed = document("simulate", str(path), TINY, "--cluster", "two-by-two", "--picture", str(picture))
     assert timed["step_seconds"] == pytest.approx(seconds[0])
+    assert (found["compiled"], found["links"], found["profile"]) == (False, "cluster", None)
+    assert all(plan["fits"] and plan["memory_bytes"] > 0 for plan in found["plans"] if "step_seconds" in plan)
+    assert timed["compiled"] is False
     assert picture.read_text().startswith("<svg")
 
 
@@ -82,6 +85,8 @@ REFUSED = [
     (["plan", TINY, "--cluster", "two-by-two", "--named", "dp=3"], "does not fill the cluster"),
     (["plan", TINY, "--cluster", "two-by-two", "--named", "dp=4,cats"], "unknown word 'cats'"),
     (["plan", TINY, "--cluster", "two-by-two", "--named", "dp=4,micro=3"], "does not divide"),
+    (["plan", TINY, "--cluster", "dgx-h100", "--measure"], "H100-SXM5-80GB cannot be measured here"),
+    (["plan", TINY, "--cluster", "two-by-two", "--profile", "B200", "--store", "no.sqlite"], "no store of measured"),
     (["verify", "README.md", TINY], "is not a plan file"),
     (["verify", "absent.json", TINY], "cannot be read"),
 ]

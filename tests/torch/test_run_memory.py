@@ -1,5 +1,6 @@
 """Memory of runs: the model without torch against what autograd keeps and the allocator counts."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -16,7 +17,7 @@ from planloom.plan import named_plan, parse_named
 from planloom.profile.memory import measure_peak_bytes
 from planloom.program import Program, build_program
 from tests.models import build
-from tests.torch.captured import Captured, of
+from tests.torch.captured import Captured, captured, of
 from tests.torch.measured_memory import measured
 from tests.zoo import SMALL
 
@@ -143,6 +144,17 @@ def test_of_an_unknown_operator_all_is_counted() -> None:
     given = compute_given(blocks.graph, batch, torch.device("cpu"))
     found = measured(Captured(model=model, batch=batch, blocks=blocks, given=given), program, program.runs[0])
     assert run_memory(blocks, program, program.runs[0], fused=False).saved_bytes >= found.saved_bytes > 0
+
+
+def test_a_missing_gradient_has_the_dtype_of_its_tensor() -> None:
+    """A run whose outputs have no cotangents gives zeros for all its inputs."""
+    model = captured("gpt", torch.float64)
+    plan = named_plan(model.blocks, parse_named("single"), batch=batch_spec(model.batch))
+    program = build_program(model.blocks, plan)
+    run = program.runs[1]
+    run = replace(run, outputs=tuple(replace(slot, cotangent=None) for slot in run.outputs))
+    found, modelled = measured(model, program, run), run_memory(model.blocks, program, run, fused=False)
+    assert modelled.backward_peak_bytes == found.backward_peak_bytes > 0
 
 
 def test_the_meter_counts_what_is_alive_at_one_time() -> None:

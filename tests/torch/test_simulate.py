@@ -1,6 +1,7 @@
 """The simulator: closed forms, overlap, contention, and what its timeline says."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from planloom.errors import PriceError
 from planloom.graph.flops import training_flops
 from planloom.layout import Mesh
 from planloom.plan import Call, named_plan, parse_named
-from planloom.program import Coalesced, Program, build_program
+from planloom.program import Coalesced, Instruction, Program, build_program
 from planloom.report import chrome_trace, timeline_svg
 from planloom.simulate import Summary, Timeline, simulate
 from tests.torch.captured import captured
@@ -67,8 +68,6 @@ def test_an_order_that_deadlocks_has_no_time() -> None:
     backward_first = tuple(
         Call(phase=phase, micro=m) for m, phase in ((0, "backward"), (0, "forward"), (1, "forward"), (1, "backward"))
     )
-    from dataclasses import replace
-
     built = build_program(model.blocks, replace(plan, orders=(backward_first, plan.orders[1])))
     with pytest.raises(PriceError, match="deadlocks"):
         simulate(built, FixedPrices(built))
@@ -113,6 +112,38 @@ def test_computing_is_slower_while_the_device_communicates() -> None:
     plain = simulate(built, FixedPrices(built, step_seconds=0.05)).step_seconds
     slowed = simulate(built, FixedPrices(built, step_seconds=0.05, compute_slowdown=1.5)).step_seconds
     assert plain < slowed < 1.5 * plain
+
+
+def test_communication_is_slower_while_its_devices_compute_and_only_then() -> None:
+    """Half as fast from its beginning to the end of the backward, though it loads no link."""
+    built = program("dp=2")
+    buckets = sum(isinstance(i, Coalesced) for i in built.stages[0].bodies["last backward"])
+    timeline = simulate(built, FixedPrices(built, step_seconds=2.0, communication_slowdown=2.0))
+    first = min(event.start_seconds for event in timeline.events if event.stream == "communication")
+    others = sum(event.axis == "dp" for event in timeline.events if event.stream == "communication") - buckets
+    assert first < 3.0
+    assert timeline.step_seconds == pytest.approx(3.0 + 2.0 * (buckets + others) - (3.0 - first) / 2)
+
+
+def test_equal_groups_are_one_lane_whichever_tuples_hold_them() -> None:
+    """NCCL carries out what a set of ranks sends one after another; each step here has tuples of its own."""
+    built = program("dp=2")
+    (stage,) = built.stages
+    bodies = {name: tuple(map(with_own_groups, body)) for name, body in stage.bodies.items()}
+    apart = replace(built, stages=(replace(stage, bodies=bodies),))
+    prices = FixedPrices(built, step_seconds=2.0, on="dgx-h100")
+    assert simulate(apart, prices).step_seconds == pytest.approx(simulate(built, prices).step_seconds)
+
+
+def with_own_groups(instruction: Instruction) -> Instruction:
+    """The same instruction; the groups of its collectives are equal and nobody else's."""
+    if not isinstance(instruction, Coalesced):
+        return instruction
+    collectives = []
+    for collective in instruction.collectives:
+        steps = [replace(s, groups=tuple((*group,) for group in s.groups)) for s in collective.steps]
+        collectives.append(replace(collective, steps=tuple(steps)))
+    return replace(instruction, collectives=tuple(collectives))
 
 
 def test_stages_that_share_an_uplink_are_in_each_others_way() -> None:

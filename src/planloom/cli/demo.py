@@ -12,17 +12,10 @@ import typer
 from planloom.blocks import find_segments
 from planloom.cli.models import CapturedModel, capture_model
 from planloom.cli.output import JsonOption, progress_bar, screen, show
-from planloom.cli.plans import (
-    DEFAULT_STORE,
-    Lab,
-    candidate_document,
-    find_candidates,
-    measure_lazily,
-    num_runs,
-    with_figures,
-)
+from planloom.cli.plans import candidate_document, find_candidates
+from planloom.cli.pricing import DEFAULT_STORE, Lab, measure_lazily, with_figures
 from planloom.cluster import Cluster, format_bytes, format_seconds, load_cluster
-from planloom.cost import Prices, run_fingerprint
+from planloom.cost import Prices, run_fingerprint, run_key
 from planloom.errors import PlanError
 from planloom.graph.catalog import model_preset
 from planloom.plan import save_plan
@@ -81,14 +74,16 @@ def demo_command(
         lab = Lab(store=store, num_processes=cluster.num_devices, label=devices.kind, launch=launch)
         prices = Prices(blocks=captured.blocks, cluster=cluster, measured_links=has_links)
         found = measure_lazily(source, candidates, prices, lab)
-        prices = with_figures(prices, lab.figures())
+        figures = lab.figures()
+        prices = with_figures(prices, figures)
         ranked, best = found.ranked, found.ranked[0]
         programs = [candidate.program for candidate in candidates if candidate.program is not None]
         runs = {run_fingerprint(captured.blocks, program, run) for program in programs for run in program.runs}
+        known = [fingerprint for fingerprint in runs if run_key(fingerprint, "forward") in figures]
         total = sum(len(program.runs) for program in programs)
         _say(
             as_json,
-            f"   measured {num_runs(lab.figures())} of {len(runs)} distinct runs (there are {total} in {len(programs)} "
+            f"   measured {len(known)} of {len(runs)} distinct runs (there are {total} in {len(programs)} "
             f"plans), in {found.num_rounds} rounds: until the best plans were measured",
         )
         if not as_json:
@@ -127,6 +122,8 @@ def demo_command(
         "verified": True,
         "collectives": dict(collectives),
         "synthesized": synthesized,
+        "distinct_runs": len(runs),
+        "known_runs": len(known),
         "measured_runs": found.num_measured,
         "predicted_step_seconds": here.step_seconds,
         "measured_step_seconds": trained.step_seconds,

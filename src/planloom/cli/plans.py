@@ -1,31 +1,36 @@
 """`planloom plan`, `verify`, `simulate`: find a plan, prove it, time it."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from planloom.cli.models import CapturedModel, ModelArgument, capture_model
 from planloom.cli.output import JsonOption, messages, progress_bar, screen, show, write_file
-from planloom.cluster import Cluster, cluster_from_yaml, cluster_to_yaml, format_seconds, load_cluster
-from planloom.cost import Prices, PriceStore
+from planloom.cli.pricing import (
+    DEFAULT_STORE,
+    CompiledOption,
+    LinksOption,
+    ProfileOption,
+    StoreOption,
+    lab_for,
+    measure_lazily,
+    pricing_of,
+)
+from planloom.cluster import Cluster, cluster_from_yaml, cluster_to_yaml, format_bytes, format_seconds, load_cluster
+from planloom.cost import Prices
 from planloom.errors import PlanError
 from planloom.plan import Plan, load_plan, named_plan, parse_named, save_plan
-from planloom.program import Program, build_program, verify_program
+from planloom.program import build_program, verify_program
 from planloom.report import candidates_table, chrome_trace, plan_tables, summary_tables, timeline_svg
-from planloom.search import Candidate, LazyPlans, candidate_plans, plan_lazily, price_plans
+from planloom.search import Candidate, candidate_plans, price_plans
 from planloom.simulate import Timeline, simulate
-
-if TYPE_CHECKING:
-    from planloom.execute.processes import Launch
 
 ClusterOption = Annotated[str, typer.Option("--cluster", help="A preset (see `planloom cluster`) or a YAML file.")]
 NodesOption = Annotated[int | None, typer.Option("--nodes", help="The number of outermost members of the cluster.")]
-StoreOption = Annotated[Path, typer.Option("--store", help="Where measured prices are kept.")]
 PlanArgument = Annotated[Path, typer.Argument(help="A plan file.")]
-DEFAULT_STORE = Path(".planloom/prices.sqlite")
 
 
 def register(app: typer.Typer) -> None:
@@ -42,20 +47,26 @@ def plan_command(
     nodes: NodesOption = None,
     named: Annotated[str | None, typer.Option(help="One named plan, as dp=2,tp=2,vocab; without it, all.")] = None,
     measure: Annotated[
-        bool, typer.Option(help="Measure what the best plans use on local processes, until the best are measured.")
+        bool, typer.Option(help="Measure what the best plans use on this machine, until the best are measured.")
     ] = False,
+    profile: ProfileOption = None,
     store: StoreOption = DEFAULT_STORE,
+    compiled: CompiledOption = None,
+    links: LinksOption = None,
     out: Annotated[Path | None, typer.Option(help="Write the best plan here.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Price the named plans for a model on a cluster, and show the best."""
     captured, machine = capture_model(model), load_cluster(cluster, num_outer=nodes)
+    pricing = pricing_of(
+        captured.blocks, machine, profile=profile, store=store, compiled=compiled, links=links, measuring=measure
+    )
+    lab = lab_for(pricing.prices, store) if measure else None
     candidates = find_candidates(captured, machine, named)
-    prices = Prices(blocks=captured.blocks, cluster=machine, fused=is_fused(machine))
-    if measure:
-        ranked = measure_lazily(model, candidates, prices, Lab(store=store, num_processes=machine.num_devices)).ranked
+    if lab is not None:
+        ranked = measure_lazily(model, candidates, pricing.prices, lab).ranked
     else:
-        ranked = rank(candidates, prices)
+        ranked = rank(candidates, pricing.prices)
     best = ranked[0]
     if best.plan is None or best.program is None:
         reasons = sorted({candidate.refused for candidate in ranked})
@@ -64,9 +75,13 @@ def plan_command(
     if out is not None:
         save_plan(replace(best.plan, source=model), out)
     document = {"best": best.name, "plans": [candidate_document(c) for c in ranked], "out": str(out) if out else None}
-    show(document, candidates_table(ranked, cluster=machine.name), as_json=as_json)
+    document |= pricing.document()
+    show(document, candidates_table(ranked, cluster=machine.name), pricing.words(), as_json=as_json)
     if not as_json:
         screen.print(f"best: [bold]{best.label}[/bold], verified" + (f", written to {out}" if out else ""))
+    if not best.fits:
+        size = f"{format_bytes(best.memory_bytes)} of {format_bytes(machine.device.memory_bytes)}"
+        messages.print(f"[bold red]no plan fits into memory[/bold red]: even this one needs {size} a device")
 
 
 def find_candidates(captured: CapturedModel, cluster: Cluster, named: str | None = None) -> tuple[Candidate, ...]:
@@ -88,68 +103,6 @@ def find_candidates(captured: CapturedModel, cluster: Cluster, named: str | None
         return (Candidate(name=plan.name, placement="devices in order", plan=plan, program=program),)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lab:
-    """Where runs and links are measured: on so many processes, by `launch`; None: local ones, under torchrun.
-
-    `label` tells what was measured under a quota from what was not.
-    """
-
-    store: Path
-    num_processes: int
-    label: str = ""
-    launch: "Launch | None" = None
-    budget_seconds: float = 0.1
-
-    def figures(self) -> dict[str, tuple[float, float]]:
-        """All that is known: values with their spreads."""
-        from planloom.profile import local_store
-
-        return local_store(self.store, self.num_processes, label=self.label).load_with_spread()
-
-    def measure(self, model: str, plans: Sequence[Plan]) -> None:
-        """Measure what these plans use and is not known."""
-        from planloom.profile import profile_locally
-
-        with progress_bar(f"measuring distinct runs on {self.num_processes} processes") as bar:
-            profile_locally(
-                model,
-                plans,
-                self.store,
-                num_processes=self.num_processes,
-                progress=bar.update,
-                label=self.label,
-                budget_seconds=self.budget_seconds,
-                **({"launch": self.launch} if self.launch is not None else {}),  # type: ignore[arg-type]
-            )
-
-
-def measure_lazily(model: str, candidates: Sequence[Candidate], prices: Prices, lab: Lab) -> LazyPlans:
-    """Rank from what is known, measure what the best use, and rank again, until the best are measured."""
-
-    def current() -> Prices:
-        return with_figures(prices, lab.figures())
-
-    def measure(programs: Sequence[Program]) -> int:
-        wanted = {id(program) for program in programs}
-        before = num_runs(lab.figures())
-        lab.measure(model, [c.plan for c in candidates if id(c.program) in wanted and c.plan is not None])
-        return num_runs(lab.figures()) - before
-
-    return plan_lazily(candidates, current, measure)
-
-
-def with_figures(prices: Prices, figures: Mapping[str, tuple[float, float]]) -> Prices:
-    """The same prices with measured figures, each with its spread."""
-    measured = {key: value for key, (value, _) in figures.items()}
-    return replace(prices, measured=measured, spreads={key: spread for key, (_, spread) in figures.items()})
-
-
-def num_runs(figures: Mapping[str, object]) -> int:
-    """How many distinct runs were measured."""
-    return len({key.split("/")[1] for key in figures if key.startswith("run/")})
-
-
 def rank(candidates: Sequence[Candidate], prices: Prices) -> tuple[Candidate, ...]:
     """Candidates by simulated step time."""
     with progress_bar("simulating", total=len(candidates)) as bar:
@@ -163,6 +116,8 @@ def candidate_document(candidate: Candidate) -> dict[str, Any]:
         "name": candidate.name,
         "placement": candidate.placement,
         "step_seconds": candidate.step_seconds,
+        "memory_bytes": candidate.memory_bytes,
+        "fits": candidate.fits,
         "price_sources": list(candidate.timeline.sources),
     }
 
@@ -199,13 +154,10 @@ def simulate_command(
         str | None, typer.Option("--cluster", help="A preset or a YAML file; without it, the plan's own cluster.")
     ] = None,
     nodes: NodesOption = None,
-    profile: Annotated[
-        str | None, typer.Option(help="Use the measured profile of the device in the store that has these words.")
-    ] = None,
+    profile: ProfileOption = None,
     store: StoreOption = DEFAULT_STORE,
-    compiled: Annotated[
-        bool | None, typer.Option("--compiled/--eager", help="Are runs compiled? Without it: on GPUs yes.")
-    ] = None,
+    compiled: CompiledOption = None,
+    links: LinksOption = None,
     picture: Annotated[Path | None, typer.Option(help="Write the timeline as an SVG picture here.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a trace for chrome://tracing or Perfetto here.")] = None,
     as_json: JsonOption = False,
@@ -213,22 +165,16 @@ def simulate_command(
     """Time a plan on a cluster without running it: step, bubble, exposed communication, memory."""
     loaded = load_plan(plan)
     captured, machine = capture_model(_model_of(loaded, model)), _cluster_of(loaded, cluster, nodes)
-    prices = Prices(blocks=captured.blocks, cluster=machine, fused=is_fused(machine, compiled))
-    if profile is not None:
-        prices = with_figures(prices, PriceStore.choose(store, profile).load_with_spread())
-    timeline = simulate_plan(loaded, captured, prices)
+    pricing = pricing_of(captured.blocks, machine, profile=profile, store=store, compiled=compiled, links=links)
+    timeline = simulate_plan(loaded, captured, pricing.prices)
     if picture is not None:
         write_file(timeline_svg({f"{loaded.name}: {format_seconds(timeline.step_seconds)}": timeline}), picture)
         messages.print(f"timeline written to {picture}")
     if trace is not None:
         write_file(chrome_trace(timeline), trace)
         messages.print(f"trace written to {trace}")
-    show(timeline_document(timeline), *plan_tables(loaded, None), *summary_tables(timeline, machine), as_json=as_json)
-
-
-def is_fused(cluster: Cluster, compiled: bool | None = None) -> bool:
-    """Are runs compiled? Where nobody says: on GPUs."""
-    return cluster.library == "nccl" if compiled is None else compiled
+    tables = [*plan_tables(loaded, None), *summary_tables(timeline, machine)]
+    show(timeline_document(timeline) | pricing.document(), *tables, pricing.words(), as_json=as_json)
 
 
 def timeline_document(timeline: Timeline) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from rich.table import Table
 
 from planloom.cli.models import GRAPHS, CapturedModel
 from planloom.cli.output import JsonOption, messages, progress_bar, show
-from planloom.cli.plans import DEFAULT_STORE, NodesOption, find_candidates
+from planloom.cli.plans import NodesOption, find_candidates
+from planloom.cli.pricing import DEFAULT_STORE
 from planloom.cluster import format_seconds, load_cluster
 from planloom.errors import PlanError, PriceError
 from planloom.plan import Plan, load_plan, named_plan, parse_named, require_model

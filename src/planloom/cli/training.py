@@ -21,6 +21,7 @@ def train_command(
     plan: Annotated[Path, typer.Option("--plan", help="A plan file.")],
     steps: Annotated[int, typer.Option(min=1, help="How many steps.")] = 20,
     learning_rate: Annotated[float, typer.Option(help="AdamW's learning rate.")] = 1e-3,
+    compiled: Annotated[bool, typer.Option("--compile", help="Compile every distinct run at its first use.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Train a model on its example batch under a plan, on as many local CPU processes as the plan has devices.
@@ -38,9 +39,20 @@ def train_command(
             bar.update(step + 1, steps)
 
         run = train_locally(
-            model, plan, num_processes=num_processes, num_steps=steps, learning_rate=learning_rate, on_step=on_step
+            model,
+            plan,
+            num_processes=num_processes,
+            num_steps=steps,
+            learning_rate=learning_rate,
+            compiled=compiled,
+            on_step=on_step,
         )
-    document = {"plan": loaded.name, "losses": list(run.losses), "step_seconds": run.step_seconds}
+    document = {
+        "plan": loaded.name,
+        "compiled": compiled,
+        "losses": list(run.losses),
+        "step_seconds": run.step_seconds,
+    }
     show(document, as_json=as_json)
     if not as_json:
         screen.print(

@@ -5,10 +5,10 @@ t_m × t_n, and k into s splits; every processor of the device takes one such un
 
     units   u = batch ⌈m/t_m⌉ ⌈n/t_n⌉ s / processors                       in units a processor
     waves   w = quantization ⌈u⌉ + (1 - quantization) max(u, 1)            a last wave that is not full costs its share
-    compute c = w 2 t_m t_n (k/s + start_depth) / (rate a processor × share_t)
+    compute c = w 2 t_m t_n (⌈k/s⌉ + start_depth) / (rate a processor × share_t)          k/s in steps of 64
             share_t = peak_share / (1 + tile_loss (1/t_m + 1/t_n) 64)      small tiles load more for each operation
-    memory  b = (bytes of A, B, C + split_bytes m n s if s > 1) / (bandwidth × memory_share)
-    seconds t = start_seconds + (c^p + b^p)^(1/p)                          p: how well the two overlap
+    memory  b = (bytes of A, B, C + split_bytes batch m n s if s > 1) / (bandwidth × memory_share)
+    seconds t = (start_seconds + (c^p + b^p)^(1/p))                        p: how well the two overlap
               × (1 + sustained_loss / (1 + sustained_seconds × rate / flops))
 
 and the library takes the fastest kernel. `start_depth` is the filling of the pipeline and the writing of the tile, in

@@ -149,10 +149,11 @@ class _EagerRun(_AbstractRun):
         before = self._meter.restart()
         gradients = self._tape.backward(roots, wanted)
         del roots
-        shapes = [v.shape for slot, v in zip(self._run.inputs, self._inputs, strict=True) if slot.cotangent is not None]
+        entering = zip(self._run.inputs, self._inputs, strict=True)
+        own = [value for slot, value in entering if slot.cotangent is not None]
         results = [
-            self._tape.new(shape, "float32") if value is None else contiguous(self._tape, value)
-            for shape, value in zip(shapes, gradients, strict=True)
+            self._tape.new(value.shape, value.dtype) if gradient is None else contiguous(self._tape, gradient)
+            for value, gradient in zip(own, gradients, strict=True)
         ]
         del gradients, results
         return RunMemory(

@@ -1,8 +1,9 @@
 """`Prices`: seconds and bytes of every instruction of a program, measured where known.
 
 Every price says where it comes from: measured, interpolated between measured sizes, or modelled from the cluster's
-figures; with its uncertainty, one standard deviation over the value. Nothing unknown is priced at zero: what has
-neither a measurement nor a model is an error.
+figures; with its uncertainty, one standard deviation over the value: that of the samples of a measurement, of the fit
+of a model (`efficiency.yaml`), else assumed. Nothing unknown is priced at zero: what has neither a measurement nor a
+model is an error.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,6 +40,7 @@ Source = Literal["measured", "interpolated", "modelled"]
 # How much longer a run takes while its device communicates. [Assumed]: a collective's kernels occupy 16 to 24 of 132
 # multiprocessors of an H100 and share its memory; with one GPU it cannot be measured.
 _MODELLED_SLOWDOWN = 1.1
+# [Assumed]: where the spread of a measurement is not known; between measured sizes; from the links of a cluster file.
 _MEASURED_UNCERTAINTY, _INTERPOLATED_UNCERTAINTY, _LINK_UNCERTAINTY = 0.03, 0.08, 0.15
 _UPDATE_TEMPORARIES = 2  # copies of the largest shard that AdamW makes at one time (torch's loop over parameters)
 
@@ -61,7 +63,8 @@ class Price:
 class Prices:
     """Prices of one model on one cluster.
 
-    `measured_links`: use measured collectives, not the cluster's links; `fused`: runs are compiled.
+    `measured_links`: the network was measured, too: use measured collectives and overlap, not the cluster's links;
+    `fused`: runs are compiled.
     """
 
     blocks: BlockGraph
@@ -180,12 +183,15 @@ class Prices:
     @property
     def compute_slowdown(self) -> float:
         """How many times longer a run takes while its device communicates."""
-        return max(1.0, self.measured.get(OVERLAP_COMPUTE_KEY, _MODELLED_SLOWDOWN))
+        return self._slowdown(OVERLAP_COMPUTE_KEY, _MODELLED_SLOWDOWN)
 
     @property
     def communication_slowdown(self) -> float:
         """How many times longer communication takes while its devices compute."""
-        return max(1.0, self.measured.get(OVERLAP_COMMUNICATION_KEY, 1.0))
+        return self._slowdown(OVERLAP_COMMUNICATION_KEY, 1.0)
+
+    def _slowdown(self, key: str, modelled: float) -> float:
+        return max(1.0, self.measured.get(key, modelled)) if self.measured_links else modelled
 
     # -- local work
 
@@ -245,7 +251,7 @@ class Prices:
         )
 
     def _spread(self, key: str) -> float:
-        """The spread of a measurement over its value."""
+        """One standard deviation of a measurement over its value."""
         if key not in self.spreads or not self.measured[key]:
             return _MEASURED_UNCERTAINTY
         return self.spreads[key] / self.measured[key]

@@ -43,6 +43,11 @@ class Profile:
     def name(self) -> ProfileName:
         return ProfileName(device=self.device, software=self.software, num_figures=len(self.figures))
 
+    @property
+    def is_compiled(self) -> bool:
+        """Were compiled runs measured?"""
+        return self.software.endswith("compiled")
+
 
 class _Header(msgspec.Struct, frozen=True, kw_only=True):
     format: str

@@ -1,10 +1,10 @@
 """The store of measured figures: SQLite, safe for several processes.
 
 A figure is keyed by what was measured (`keys`), on which device and with which software, and is a value with its
-spread. Every `save` is one transaction that has ended when it returns: a session that is killed is resumed where it
-ended, and a full disk loses the figure at hand and no other. The journal is SQLite's default, one file beside the store
-while it is written: unlike a write-ahead log it also works on shared folders. A writer asks for the lock before it
-reads, so two writers wait for each other and never find themselves in a deadlock.
+spread, one standard deviation of its samples. Every `save` is one transaction that has ended when it returns: a session
+that is killed is resumed where it ended, and a full disk loses the figure at hand and no other. The journal is SQLite's
+default, one file beside the store while it is written: unlike a write-ahead log it also works on shared folders. A
+writer asks for the lock before it reads, so two writers wait for each other and never find themselves in a deadlock.
 
 What could not be measured (out of memory) is kept with the reason, so that a session that is resumed does not try
 again.
@@ -112,9 +112,13 @@ class PriceStore:
 
     def export(self, path: str | Path) -> int:
         """Write this device's figures as one JSON file; their number."""
-        figures, skipped = self.load_with_spread(), self.skipped()
-        write_profiles([self._profile(figures=dict(sorted(figures.items())), skipped=skipped)], Path(path))
-        return len(figures)
+        profile = self.profile()
+        write_profiles([profile], Path(path))
+        return len(profile.figures)
+
+    def profile(self) -> Profile:
+        """All that is known of this device and software."""
+        return self._profile(figures=dict(sorted(self.load_with_spread().items())), skipped=self.skipped())
 
     def import_(self, path: str | Path) -> tuple[ProfileName, ...]:
         """Add the figures of an exported file under the devices that it names, in one transaction."""

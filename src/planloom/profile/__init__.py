@@ -5,11 +5,12 @@ it, `session` does so in this process or on local ones.
 """
 
 from planloom.profile.measure import measure_programs
-from planloom.profile.session import local_store, profile_here, profile_locally, require_device
+from planloom.profile.session import local_gpus, local_store, profile_here, profile_locally, require_device
 from planloom.profile.work import is_measured, missing_runs, missing_work, work_of
 
 __all__ = [
     "is_measured",
+    "local_gpus",
     "local_store",
     "measure_programs",
     "missing_runs",

@@ -5,13 +5,20 @@ from pathlib import Path
 
 import torch
 
+from planloom.cost.matching import CPU_PREFIX
+
 
 def device_name(device: str, *, num_processes: int = 1, label: str = "") -> str:
-    """A device as stores name it. Processes share a CPU, so their number is part of its name; `label`: a quota."""
+    """A device as stores name it; `label`: a quota.
+
+    Processes share a CPU, so their number is part of its name; so it is where there are fewer GPUs than processes.
+    """
     if device == "cpu":
-        name = f"cpu {platform.machine()} {_cpu_model()} ×{num_processes}"
+        name = f"{CPU_PREFIX}{platform.machine()} {_cpu_model()} ×{num_processes}"
     else:
         name = torch.cuda.get_device_name(torch.device(device))
+        count = torch.cuda.device_count()
+        name += f" ×{num_processes} on {count}" if num_processes > count else ""
     return " ".join(f"{name} {label}".split())
 
 

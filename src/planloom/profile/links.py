@@ -5,6 +5,7 @@ rows of equal pieces, which is how several are carried out as one; what a progra
 out.
 """
 
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable
@@ -108,8 +109,8 @@ def measure_overlap(wire: Wire, bench: RunBench, device: torch.device, *, budget
         ratios.append((run / compute_seconds if run else 1.0, sent / alone_seconds))
     found = []
     for i in range(2):
-        values = sorted(slowest([pair[i] for pair in ratios]))
-        found.append((max(1.0, values[len(values) // 2]), values[-1] - values[0]))
+        values = slowest([pair[i] for pair in ratios])
+        found.append((max(1.0, statistics.median(values)), statistics.stdev(values)))
     return {OVERLAP_COMPUTE_KEY: found[0], OVERLAP_COMMUNICATION_KEY: found[1]}
 
 

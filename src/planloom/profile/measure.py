@@ -56,9 +56,10 @@ def measure_programs(
     save: Callable[[Measured], None] = lambda measured: None,
     skip: Callable[[dict[str, str]], None] = lambda reasons: None,
     make_local: MakeLocal = lambda local: local,
+    with_links: bool = True,
     budget_seconds: float = BUDGET_SECONDS,
 ) -> Measured:
-    """Everything in these programs that `known` lacks.
+    """Everything in these programs that `known` lacks; `with_links`: with several ranks what they send, too.
 
     `save` is called after every measurement and `skip` for what does not fit, both on every rank: on all but one they
     do nothing. Repetitions of one measurement take `budget_seconds`, or five of them.
@@ -69,7 +70,7 @@ def measure_programs(
     bench = _Bench(
         blocks=blocks, given=given, device=device, make_local=make_local, skip=skip, budget_seconds=budget_seconds
     )
-    has_links = dist.is_initialized() and dist.get_world_size() > 1
+    has_links = with_links and dist.is_initialized() and dist.get_world_size() > 1
     work = work_of(blocks, programs, with_links=has_links)
     wire = Wire(dist.get_rank(), timeout_seconds=_TIMEOUT_SECONDS) if has_links else None
     measured: Measured = {}

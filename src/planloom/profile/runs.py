@@ -28,11 +28,12 @@ from planloom.profile.timing import BUDGET_SECONDS, Timing, time_phases
 from planloom.program import Program, Run
 
 Measured = dict[str, tuple[float, float]]
-"""key → (value, spread)"""
+"""key → (value, spread); the spread is one standard deviation"""
 MakeLocal = Callable[[LocalRun], Any]
+"""The function that training calls for a run: the run itself, or compiled."""
 _IN_FLIGHT = {"cpu": 2, "cuda": 1}
 _KEPT_BACKWARDS = {"cpu": 3, "cuda": 0}
-"""The function that training calls for a run: the run itself, or compiled."""
+"""Forwards in flight at one time, and backwards whose gradients are kept: why, is above."""
 
 
 class RunBench:

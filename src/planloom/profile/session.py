@@ -35,6 +35,11 @@ def local_store(
     return PriceStore(path, device=name, software=software_name(compiled=compiled))
 
 
+def local_gpus() -> tuple[str, ...]:
+    """The names of the CUDA devices of this machine."""
+    return tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+
+
 def require_device(device: str) -> None:
     """Refuse a device that is not there."""
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
@@ -57,6 +62,7 @@ def profile_here(
     compiled: bool = False,
     progress: Progress,
     writes: bool = True,
+    with_links: bool = True,
     budget_seconds: float = BUDGET_SECONDS,
 ) -> Measured:
     """Measure in this process what the store lacks; with a process group on all of its ranks, of which one `writes`."""
@@ -74,6 +80,7 @@ def profile_here(
         save=store.save if writes else lambda measured: None,
         skip=store.skip if writes else lambda reasons: None,
         make_local=runs.compile if compiled else lambda local: local,
+        with_links=with_links,
         budget_seconds=budget_seconds,
     )
 
@@ -88,10 +95,11 @@ def profile_locally(
     device: str = "cpu",
     compiled: bool = False,
     label: str = "",
+    with_links: bool = True,
     budget_seconds: float = BUDGET_SECONDS,
     launch: Launch = run_workers,
 ) -> None:
-    """Measure on local processes everything that these plans of a model use and the store lacks."""
+    """Measure on local processes what plans of a model use and the store lacks; `with_links`: what they send, too."""
     require_device(device)
     with tempfile.TemporaryDirectory(prefix="planloom-profile-") as folder:
         for i, plan in enumerate(plans):
@@ -99,6 +107,7 @@ def profile_locally(
         arguments = ["--model", model, "--plans", folder, "--store", str(store), "--device", device, "--label", label]
         arguments += ["--budget", str(budget_seconds)]
         arguments += ["--compiled"] if compiled else []
+        arguments += [] if with_links else ["--no-links"]
         launch(
             "planloom.profile.worker", arguments, num_processes, lambda event: progress(event["done"], event["total"])
         )

@@ -34,7 +34,7 @@ _PLUG_ELEMENTS = 4096  # a product of square matrices of this size is 0.2 ms on 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Median seconds of a phase, the spread of its samples, and the seconds in which the host started it."""
+    """Median seconds of a phase, one standard deviation of its samples, and seconds in which the host started it."""
 
     seconds: float
     spread: float
@@ -69,7 +69,7 @@ def time_phases(
         seconds = flat[2 * i :: 2 * len(phases)]
         host = flat[2 * i + 1 :: 2 * len(phases)]
         middle = statistics.median(seconds)
-        found[name] = Timing(seconds=middle, spread=max(seconds) - min(seconds), host_seconds=statistics.median(host))
+        found[name] = Timing(seconds=middle, spread=statistics.stdev(seconds), host_seconds=statistics.median(host))
     return found
 
 

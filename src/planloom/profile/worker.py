@@ -25,6 +25,7 @@ def main() -> None:
     parser.add_argument("--label", default="")
     parser.add_argument("--budget", type=float, default=BUDGET_SECONDS)
     parser.add_argument("--compiled", action="store_true")
+    parser.add_argument("--no-links", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     device = _join(arguments.device)
@@ -50,6 +51,7 @@ def main() -> None:
             compiled=arguments.compiled,
             progress=lambda done, total: report("progress", done=done, total=total) if rank == 0 else None,
             writes=rank == 0,
+            with_links=not arguments.no_links,
             budget_seconds=arguments.budget,
         )
     dist.destroy_process_group()

@@ -13,7 +13,7 @@ from planloom.simulate import Timeline
 
 
 def candidates_table(candidates: Sequence[Candidate], *, cluster: str, num_more: int = 0) -> Table:
-    """Plans, fastest first; `num_more` of them are not shown."""
+    """Plans, fastest first, those that do not fit into memory behind; `num_more` of them are not shown."""
     table = Table(title=f"Plans for {cluster}", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("plan", no_wrap=True)
     table.add_column("placement", no_wrap=True)
@@ -27,10 +27,12 @@ def candidates_table(candidates: Sequence[Candidate], *, cluster: str, num_more:
             continue
         waits = sum(timeline.summary.exposed_communication.values())
         row = [candidate.name, candidate.placement, format_seconds(timeline.step_seconds), format_seconds(waits)]
-        row += [f"{timeline.summary.bubble:.0%}", format_bytes(timeline.summary.peak_memory_bytes)]
-        table.add_row(*row, ", ".join(timeline.sources), style="bold green" if i == 0 else "")
+        memory = format_bytes(candidate.memory_bytes)
+        row += [f"{timeline.summary.bubble:.0%}", memory if candidate.fits else f"[red]{memory}: too much[/red]"]
+        style = "dim" if not candidate.fits else "bold green" if i == 0 else ""
+        table.add_row(*row, ", ".join(timeline.sources), style=style)
     if num_more > 0:
-        table.caption = f"and {num_more} slower plans"
+        table.caption = f"and {num_more} more plans"
     return table
 
 

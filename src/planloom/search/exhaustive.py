@@ -22,13 +22,17 @@ BatchSpec = Mapping[str, tuple[tuple[int, ...], str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A plan with its program and simulated timeline, or the reason why it cannot be."""
+    """A plan with its program and simulated timeline, or the reason why it cannot be.
+
+    `fits`: does its peak fit into a device's memory? Known once it is priced.
+    """
 
     name: str
     placement: str
     plan: Plan | None = None
     program: Program | None = None
     timeline: Timeline | None = None
+    fits: bool = True
     refused: str = ""
 
     @property
@@ -38,6 +42,12 @@ class Candidate:
     @property
     def step_seconds(self) -> float:
         return self.timeline.step_seconds if self.timeline is not None else float("inf")
+
+    @property
+    def memory_bytes(self) -> int:
+        """The largest peak of all devices; zero where nothing was simulated."""
+        summary = self.timeline.summary if self.timeline is not None else None
+        return summary.peak_memory_bytes if summary is not None else 0
 
 
 def candidate_plans(
@@ -64,14 +74,15 @@ def candidate_plans(
 def price_plans(
     candidates: Sequence[Candidate], prices: Prices, *, progress: Callable[[int, int], None] | None = None
 ) -> tuple[Candidate, ...]:
-    """The candidates with their timelines, fastest first, those refused last."""
-    priced = []
+    """Candidates with their timelines, fastest first; those that do not fit into memory behind, the refused last."""
+    priced, limit = [], prices.cluster.device.memory_bytes
     for i, candidate in enumerate(candidates):
         timeline = simulate(candidate.program, prices) if candidate.program is not None else None
-        priced.append(replace(candidate, timeline=timeline))
+        found = replace(candidate, timeline=timeline)
+        priced.append(replace(found, fits=found.memory_bytes <= limit))
         if progress is not None:
             progress(i + 1, len(candidates))
-    return tuple(sorted(priced, key=lambda c: (c.step_seconds, c.label)))
+    return tuple(sorted(priced, key=lambda c: (c.timeline is None, not c.fits, c.step_seconds, c.label)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

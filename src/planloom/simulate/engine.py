@@ -52,7 +52,8 @@ class StageClock:
     item: int = 0
     time: float = 0.0
     computing: Activity | None = None
-    num_communicating: int = 0
+    communicating: dict[Activity, None] = field(default_factory=dict)
+    """What is under way, in the order of its beginning."""
     waits_from: float = -1.0
     pending: dict[Place, list[Activity]] = field(default_factory=dict)
     waited: dict[str, float] = field(default_factory=dict)
@@ -77,7 +78,7 @@ class Engine:
         self.exchanges: dict[tuple[str, int], Activity] = {}
         """Of which one half has started."""
         self.lanes: dict[object, deque[Activity]] = {}
-        self.on_link: dict[Link, set[Activity]] = {}
+        self.on_link: dict[Link, dict[Activity, None]] = {}
         self.ends: list[tuple[float, int, int, Activity]] = []
         self.finished: list[Activity] = []
         self.waits: list[tuple[int, str, int, float, float]] = []
@@ -206,9 +207,9 @@ class Engine:
         activity.start = activity.seen_at = self.now
         if activity.parts is None:
             for s in activity.stages:
-                self.stages[s].num_communicating += 1
+                self.stages[s].communicating[activity] = None
             for link in activity.loads:
-                self.on_link.setdefault(link, set()).add(activity)
+                self.on_link.setdefault(link, {})[activity] = None
         self._set_rate(activity)
         self._disturb(activity)
 
@@ -217,9 +218,9 @@ class Engine:
         self.finished.append(activity)
         if activity.parts is None:
             for s in activity.stages:
-                self.stages[s].num_communicating -= 1
+                del self.stages[s].communicating[activity]
             for link in activity.loads:
-                self.on_link[link].discard(activity)
+                del self.on_link[link][activity]
         self._disturb(activity)
         if activity.lane is not None:
             queue = self.lanes[activity.lane]
@@ -233,7 +234,7 @@ class Engine:
         """The rates of what shares links or devices with an activity that begins or ends."""
         if activity.parts is None:
             for link in activity.loads:
-                for other in tuple(self.on_link[link]):
+                for other in self.on_link[link]:
                     if other is not activity:
                         self._set_rate(other)
             if self.slow_compute < 1:
@@ -242,8 +243,7 @@ class Engine:
                     if computing is not None and computing.stop < 0:
                         self._set_rate(computing)
         elif self.slow_communication < 1:
-            s = activity.stages[0]
-            for other in {a for on in self.on_link.values() for a in on if s in a.stages}:
+            for other in self.stages[activity.stages[0]].communicating:
                 self._set_rate(other)
 
     def _set_rate(self, activity: Activity) -> None:
@@ -259,7 +259,7 @@ class Engine:
 
     def _rate(self, activity: Activity) -> float:
         if activity.parts is not None:
-            return self.slow_compute if self.stages[activity.stages[0]].num_communicating else 1.0
+            return self.slow_compute if self.stages[activity.stages[0]].communicating else 1.0
         crowd = 1.0
         for link, load in activity.loads.items():
             on = self.on_link[link]

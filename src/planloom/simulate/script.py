@@ -116,6 +116,8 @@ class ScriptWriter:
         """Seconds of standard deviation of all prices, each counted once."""
         self.priced = 0.0
         self._axes: dict[tuple[int, int], str] = {}
+        self._lanes: dict[frozenset[frozenset[int]], int] = {}
+        self._lane_of: dict[int, int] = {}
         self._numbers: dict[Buffer, int] = {}
         self._stage_of = {d: s for s, stage in enumerate(program.stages) for d in stage.mesh.devices}
 
@@ -196,9 +198,9 @@ class ScriptWriter:
         communicating = [step for step in steps if not step.is_local]
         name = " + ".join(step.kind for step in communicating)
         axes = [self._axis(s, step.groups) for step in communicating]
-        lane = "" if self.prices.cluster.library == "gloo" else communicating[0].groups
+        lane = (s, self._lane(communicating[0].groups))
         loads = self.links.of_collective(s, busy, seconds, communicating[0].groups)
-        return [*packed, Begin(name, "·".join(dict.fromkeys(axes)), seconds, (s, id(lane)), targets, loads)]
+        return [*packed, Begin(name, "·".join(dict.fromkeys(axes)), seconds, lane, targets, loads)]
 
     def _merged(self, items: Sequence[Item], *, lane_is_free: bool) -> list[Item]:
         """Adjacent busy items as one, with collectives that are awaited at once and cannot be disturbed.
@@ -255,6 +257,15 @@ class ScriptWriter:
 
     def _key(self, buffer: Buffer) -> Key:
         return self._numbers.setdefault(buffer, len(self._numbers)), buffer.indexed
+
+    def _lane(self, groups: tuple[tuple[int, ...], ...]) -> int:
+        """gloo has one; else one for each set of groups, in any order, as the wire makes them once."""
+        if self.prices.cluster.library == "gloo":
+            return 0
+        if id(groups) not in self._lane_of:  # of a step of the program, which outlives this: most steps share them
+            ranks = frozenset(map(frozenset, groups))
+            self._lane_of[id(groups)] = self._lanes.setdefault(ranks, 1 + len(self._lanes))
+        return self._lane_of[id(groups)]
 
     def _axis(self, s: int, groups: tuple[tuple[int, ...], ...]) -> str:
         key = (s, id(groups))

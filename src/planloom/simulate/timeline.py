@@ -36,7 +36,8 @@ class Summary:
 
     mfu: the model's floating-point operations over what all devices could do in the step; bubble: the share of all
     devices' time in which they wait for other stages; exposed_communication: seconds in which a device waits for
-    communication, by axis, the mean of all devices; uncertainty: one standard deviation of the step over its seconds.
+    communication, by axis, the mean of all devices; uncertainty: one standard deviation of the step over its seconds,
+    were all its prices wrong alike: the mean of theirs, by seconds.
     """
 
     step_seconds: float

@@ -37,12 +37,14 @@ def train_locally(
     num_steps: int,
     learning_rate: float = 1e-3,
     with_timeline: bool = False,
+    compiled: bool = False,
     launch: Launch = run_workers,
     on_step: Callable[[int, float, float], None],
 ) -> TrainingRun:
     """Train a model (`file.py:factory`) under a plan file on local CPU processes; `on_step(step, loss, seconds)`.
 
-    With a timeline, one more step is made and what happened when on every rank is kept. `launch` runs the workers.
+    With a timeline, one more step is made and what happened when on every rank is kept. `compiled`: runs are compiled
+    at their first use. `launch` runs the workers.
     """
     losses: list[float] = []
     seconds: list[float] = []
@@ -53,7 +55,7 @@ def train_locally(
         on_step(int(event["step"]), event["loss"], event["seconds"])
 
     arguments = ["--model", model, "--plan", str(plan), "--steps", str(num_steps)]
-    arguments += ["--learning-rate", str(learning_rate)]
+    arguments += ["--learning-rate", str(learning_rate), *(["--compile"] if compiled else [])]
     with tempfile.TemporaryDirectory(prefix="planloom-train-") as folder:
         path = Path(folder) / "timeline.json"
         arguments += ["--timeline", str(path)] if with_timeline else []

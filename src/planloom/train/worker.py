@@ -31,6 +31,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--timeline", default="", help="write the last step's timeline of all ranks here")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -40,7 +41,7 @@ def main() -> None:
     with reporting_errors(rank):
         model, batch = load_model(arguments.model, device="cpu")
         optimizer = functools.partial(torch.optim.AdamW, lr=arguments.learning_rate)
-        trainer = parallelize(model, load_plan(arguments.plan), optimizer=optimizer)
+        trainer = parallelize(model, load_plan(arguments.plan), optimizer=optimizer, compile=arguments.compile)
         for step in range(arguments.steps):
             dist.barrier()
             start = time.perf_counter()
