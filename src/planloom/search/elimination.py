@@ -13,9 +13,13 @@ linear in the algebra of (min, +): once a message differs from the one before by
 every further equal segment has the same minimizers. So depth is nearly free. (Ties apart, a period above one would be
 possible; then segments are simply eliminated one by one.)
 
+A segment may have an *alternative*: other tables over the same variables (its activations are recomputed, say). Then both
+are eliminated, and for every value of what lives on the smaller one counts.
+
 All tables have a leading axis: the problems of the batch, alike in structure, different in numbers.
 """
 
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -51,6 +55,7 @@ class SegmentTables:
     last_touched: tuple[int, ...]
     """Variables of earlier segments that no later segment touches."""
     kind: object
+    alternative: tuple[Table, ...] = ()
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -64,9 +69,11 @@ class _Record:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Step:
-    """The elimination of one segment: records in the order in which they were made."""
+    """The elimination of one segment: records in the order in which they were made, for each of its alternatives."""
 
-    records: tuple[_Record, ...]
+    records: tuple[tuple[_Record, ...], ...]
+    taken: _Record | None = None
+    """Which alternative, by the variables that live on."""
     shift: int = 0
     """To be added to the variables of the records, where the step of an earlier, equal segment stands for this one."""
     relative_from: int = 0
@@ -76,8 +83,17 @@ class _Step:
         return variable + self.shift if variable >= self.relative_from else variable
 
 
-def minimize(segments: Sequence[SegmentTables], sizes: Mapping[int, int]) -> tuple[Array, dict[int, Indices]]:
-    """The minimum of every problem, and for every variable the minimizer in each."""
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class Minimum:
+    """The minimum of every problem; for every variable the minimizer in each; for every segment which alternative."""
+
+    totals: Array
+    variables: dict[int, Indices]
+    alternatives: tuple[Indices, ...]
+
+
+def minimize(segments: Sequence[SegmentTables], sizes: Mapping[int, int]) -> Minimum:
+    """Exact, for every problem of the batch."""
     num_problems = segments[0].tables[0].numbers.shape[0]
     total = np.zeros(num_problems)
     message: tuple[Table, ...] = ()
@@ -92,22 +108,36 @@ def minimize(segments: Sequence[SegmentTables], sizes: Mapping[int, int]) -> tup
             message = tuple(_shifted(table, shift, before.first) for table in message)
             continue
         constant = None
-        records, left = _eliminated(segment, message, sizes)
-        left, lowest = _normalized(left, num_problems)
+        step, left = _step(segment, message, sizes)
+        normalized, lowest = _normalized(left, num_problems)
         total = total + lowest
         if before is not None and segment.kind == before.kind:
-            constant = _constant(message, left, segment.first - before.first, before.first, lowest)
-        steps.append(_Step(records, relative_from=before.first if before is not None else 0))
-        message = left
+            constant = _constant(message, normalized, segment.first - before.first, before.first, lowest)
+        steps.append(replace(step, relative_from=before.first if before is not None else 0))
+        message = normalized
     assert not message, "variables are left over"
-    return total, _backtracked(steps)
+    variables, alternatives = _backtracked(steps, num_problems)
+    return Minimum(totals=total, variables=variables, alternatives=alternatives)
+
+
+def _step(
+    segment: SegmentTables, message: Sequence[Table], sizes: Mapping[int, int]
+) -> tuple[_Step, Sequence[Table]]:
+    """Eliminate a segment; with an alternative, both, and keep the smaller of what is left of them."""
+    records, left = _eliminated(segment, [*message, *segment.tables], sizes)
+    if not segment.alternative:
+        return _Step((records,)), left
+    others, also_left = _eliminated(segment, [*message, *segment.alternative], sizes)
+    one, two = summed(left), summed(also_left)
+    taken = _Record(-1, one.variables, (two.numbers < one.numbers).astype(np.intp))
+    return _Step((records, others), taken), [Table(one.variables, np.minimum(one.numbers, two.numbers))]
 
 
 def _eliminated(
-    segment: SegmentTables, message: Sequence[Table], sizes: Mapping[int, int]
+    segment: SegmentTables, tables: Sequence[Table], sizes: Mapping[int, int]
 ) -> tuple[tuple[_Record, ...], list[Table]]:
     """Eliminate all variables that nothing later touches."""
-    tables = [*message, *segment.tables]
+    tables = list(tables)
     waiting = {segment.first + i for i, lives in enumerate(segment.lives_on) if not lives} | set(segment.last_touched)
     records = []
     while waiting:
@@ -185,11 +215,30 @@ def _constant(before: Sequence[Table], after: Sequence[Table], shift: int, first
     return lowest
 
 
-def _backtracked(steps: Sequence[_Step]) -> dict[int, Indices]:
+def _backtracked(steps: Sequence[_Step], num_problems: int) -> tuple[dict[int, Indices], tuple[Indices, ...]]:
     chosen: dict[int, Indices] = {}
+    alternatives = []
     for step in reversed(steps):
-        for record in reversed(step.records):
-            others = [chosen[step.moved(other)] for other in record.others]
-            at = np.arange(record.minimizers.shape[0])
-            chosen[step.moved(record.variable)] = record.minimizers[(at, *others)]
-    return chosen
+        taken = np.zeros(num_problems, dtype=np.intp)
+        if step.taken is not None:
+            taken = _looked_up(step, step.taken, chosen)
+        alternatives.append(taken)
+        found = [_followed(step, records, chosen) for records in step.records]
+        for variable, values in found[0].items():
+            others = found[-1][variable]
+            chosen[variable] = values if len(found) == 1 else np.where(taken == 0, values, others)
+    return chosen, tuple(reversed(alternatives))
+
+
+def _followed(step: _Step, records: Sequence[_Record], chosen: Mapping[int, Indices]) -> dict[int, Indices]:
+    """The variables that a segment's records eliminate, from those that are chosen already."""
+    found: dict[int, Indices] = {}
+    known = ChainMap(found, chosen)  # type: ignore[arg-type]
+    for record in reversed(records):
+        found[step.moved(record.variable)] = _looked_up(step, record, known)
+    return found
+
+
+def _looked_up(step: _Step, record: _Record, chosen: Mapping[int, Indices]) -> Indices:
+    others = [chosen[step.moved(other)] for other in record.others]
+    return record.minimizers[(np.arange(record.minimizers.shape[0]), *others)]

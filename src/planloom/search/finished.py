@@ -12,8 +12,7 @@ from planloom.graph import fingerprint
 from planloom.graph.fingerprint import summary
 from planloom.layout import Axis, Mesh, Placement
 from planloom.plan import ORDERS, Plan, Storage
-from planloom.search.elimination import minimize
-from planloom.search.figures import Choice, block_figures, exchange_seconds
+from planloom.search.figures import Choice, block_figures, exchange_seconds, with_best_junctions
 from planloom.search.network import Network
 from planloom.search.parameters import StorageOption
 from planloom.search.solutions import Solution
@@ -45,6 +44,7 @@ def plan_of(solution: Solution, tables: Tables, cluster: Cluster, batch: BatchSp
         num_micro_batches=num_micro,
         schedule=SCHEDULE,
         orders=ORDERS[SCHEDULE](shape.num_stages, num_micro),
+        recompute=tuple(int(s) for s in np.flatnonzero(solution.choice.recomputed)),
         cluster=cluster_to_yaml(cluster),
     )
 
@@ -122,10 +122,10 @@ def candidate_of(plan: Plan, cluster: Cluster) -> Candidate:
 
 
 def choice_of(plan: Plan, tables: Tables) -> Choice:
-    """The choice that a plan stands for; junctions take the layout that is cheapest with it."""
+    """The choice that a plan stands for, in tables of its candidate alone."""
     network = tables.network
     count = len(network.variables)
-    fixed = np.full(count, -1)
+    fixed = np.zeros(count, dtype=np.intp)
     storage = np.full(count, -1)
     for block in network.blocks.blocks:
         number = network.of_block[block.index]
@@ -145,7 +145,9 @@ def choice_of(plan: Plan, tables: Tables) -> Choice:
         fixed[number] = found[0]
         if block.parameters:
             storage[number] = tables.options.index(_option(plan, tables, block.parameters, network.blocks))
-    return Choice(variables=_with_junctions(tables, fixed), storage=storage)
+    recomputed = np.zeros(len(network.chain), dtype=bool)
+    recomputed[list(plan.recompute)] = True
+    return Choice(variables=with_best_junctions(tables, 0, fixed), storage=storage, recomputed=recomputed)
 
 
 def _option(plan: Plan, tables: Tables, parameters: Sequence[str], blocks: BlockGraph) -> StorageOption:
@@ -154,30 +156,6 @@ def _option(plan: Plan, tables: Tables, parameters: Sequence[str], blocks: Block
     if not own:
         return StorageOption("replicated")
     return StorageOption(own[0].kind, tables.shape.names.index(own[0].over))
-
-
-def _with_junctions(tables: Tables, fixed: np.ndarray) -> np.ndarray:
-    """The cheapest layouts of junctions where all strategies are given: elimination with one choice a block."""
-    zero = np.zeros(1)
-    costs = tables.costs(zero, zero, np.array([0]))
-    segments = []
-    from dataclasses import replace
-
-    from planloom.search.elimination import Table
-
-    for segment in costs.segments:
-        own = []
-        for table in segment.tables:
-            at = [slice(None)] + [[int(fixed[v])] if fixed[v] >= 0 else slice(None) for v in table.variables]
-            numbers = table.numbers
-            for axis, pick in enumerate(at):
-                if axis and not isinstance(pick, slice):
-                    numbers = numbers.take(pick, axis=axis)
-            own.append(Table(table.variables, numbers))
-        segments.append(replace(segment, tables=tuple(own), kind=object()))
-    sizes = {v: 1 if fixed[v] >= 0 else size for v, size in costs.sizes.items()}
-    _, chosen = minimize(segments, sizes)
-    return np.array([fixed[v] if fixed[v] >= 0 else int(chosen[v][0]) for v in range(len(fixed))])
 
 
 def estimate_plan(plan: Plan, network: Network, works: WorkPrices, cluster: Cluster) -> Estimate:

@@ -104,6 +104,44 @@ class Network:
             for key, own in found.items()
         )
 
+    @cached_property
+    def segment_of_block(self) -> Numbers:
+        return np.array([self.variables[number].segment for number in self.of_block])
+
+    def leaving(self, variable: Variable) -> tuple[str, ...]:
+        """The tensors of a variable that later segments read: its junction's, or those of a block without junction."""
+        blocks, own = self.blocks, self.segment_of_block
+        if variable.tensor:
+            names: tuple[str, ...] = (variable.tensor,)
+        else:
+            names = tuple(t for t in blocks.blocks[variable.block].outputs if len(_readers(blocks, t)) == 1)
+        return tuple(t for t in names if any(own[user] > variable.segment for user in _readers(blocks, t)))
+
+    @cached_property
+    def places_of_junctions(self) -> tuple["JunctionPlaces", ...]:
+        """All junctions, by their keys, with the edges that end there and begin there."""
+        around: dict[int, list[Edge]] = {}
+        for edge in self.edges:
+            for end in (edge.source, edge.target):
+                if self.variables[end].tensor:
+                    around.setdefault(end, []).append(edge)
+        by_key: dict[Key, list[int]] = {}
+        for number in around:
+            by_key.setdefault(self.variables[number].key, []).append(number)
+        found = []
+        for key, numbers in by_key.items():
+            columns = zip(*(around[number] for number in numbers), strict=True)
+            edges = tuple(
+                (
+                    column[0].key,
+                    column[0].target == numbers[0],
+                    np.array([e.source if e.target == n else e.target for e, n in zip(column, numbers, strict=True)]),
+                )
+                for column in columns
+            )
+            found.append(JunctionPlaces(key=key, numbers=np.array(numbers), edges=edges))
+        return tuple(found)
+
     def crossing(self, cut: int) -> tuple[str, ...]:
         """The tensors made before a block and read from it on."""
         if cut not in self._crossing:
@@ -124,6 +162,16 @@ class Network:
         return tuple(_chain(self))
 
 
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class JunctionPlaces:
+    """Junctions of one key: their numbers, and for every edge its key, whether it ends here, and the blocks' variables at
+    its other end."""
+
+    key: Key
+    numbers: Numbers
+    edges: tuple[tuple[Key, bool, Numbers], ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainSegment:
     """A segment as elimination goes through it; see `elimination.SegmentTables`."""
@@ -133,6 +181,8 @@ class ChainSegment:
     """Between its variables, or from those of earlier segments to them."""
     lives_on: tuple[bool, ...]
     last_touched: tuple[int, ...]
+    is_repeated: bool
+    """Is it one of several equal segments? Then its activations may be recomputed."""
     kind: Key
 
 
@@ -201,6 +251,7 @@ def _chain(network: Network) -> list[ChainSegment]:
         edges[max(segments)].append(edge)
         for end in (edge.source, edge.target):
             last[end] = max(last[end], *segments)
+    prints = [segment.fingerprint for segment in find_segments(network.blocks)]
     found = []
     for s in range(count):
         first = own[s][0].number
@@ -215,7 +266,12 @@ def _chain(network: Network) -> list[ChainSegment]:
         )  # fmt: skip
         found.append(
             ChainSegment(
-                variables=tuple(own[s]), edges=tuple(edges[s]), lives_on=lives_on, last_touched=touched, kind=kind
+                variables=tuple(own[s]),
+                edges=tuple(edges[s]),
+                lives_on=lives_on,
+                last_touched=touched,
+                is_repeated=prints.count(prints[s]) > 1,
+                kind=kind,
             )
         )
     return found

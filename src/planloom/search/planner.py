@@ -112,10 +112,13 @@ class Planner:
         self.places = cut_places(blocks)
         self.batch = batch_size(blocks)
 
+    def device_bytes(self, wishes: Wishes) -> float:
+        """What a plan may fill of a device's memory."""
+        return wishes.memory_bytes or USABLE_MEMORY * self.cluster.device.memory_bytes
+
     def limit_bytes(self, wishes: Wishes) -> float:
         """What a device has for blocks: its usable memory without the batch, which every device holds."""
-        whole = wishes.memory_bytes or USABLE_MEMORY * self.cluster.device.memory_bytes
-        return whole - given_bytes(self.blocks.graph)
+        return self.device_bytes(wishes) - given_bytes(self.blocks.graph)
 
     def search(
         self,
@@ -171,7 +174,8 @@ class Planner:
                 ]
         state.num_problems += len(candidates)
         if candidates:
-            self._solve(Tables(self.network, self.works, self.cluster, shape, candidates, space.wishes), limit, state)
+            tables = Tables(self.network, self.works, self.cluster, shape, candidates, space.wishes)
+            self._solve(Solver(tables, self.places, limit_bytes=limit, recompute=space.wishes.recompute), state)
 
     def _least_seconds(self, shape: Shape, num_micro: int) -> float:
         """All floating-point operations at the peak rate, and the bubble: no plan with these numbers is faster."""
@@ -183,9 +187,8 @@ class Planner:
         graph = self.blocks.graph
         return max(rate_of(self.cluster.device, graph.tensors[name].dtype) for name in graph.parameters)
 
-    def _solve(self, tables: Tables, limit: float, state: _State) -> None:
+    def _solve(self, solver: Solver, state: _State) -> None:
         """Problems in the order of their bounds, until these are no better than what is known."""
-        solver = Solver(tables, self.places, limit_bytes=limit)
         order = [int(g) for g in np.argsort(solver.bounds) if np.isfinite(solver.bounds[g])]
         for start in range(0, len(order), _AT_ONCE):
             some = order[start : start + _AT_ONCE]
@@ -204,12 +207,3 @@ def batch_size(blocks: BlockGraph) -> int:
     """The size of the global batch: that of the blocks' dim `batch`."""
     sizes = {dim.size for block in blocks.blocks for dim in block.dims if dim.name == BATCH_DIM}
     return max(sizes, default=1)
-
-
-def refined(found: Sequence[Ranked], num: int) -> tuple[Ranked, ...]:
-    """The first few with a price of memory for every stage, and sorted anew."""
-    better = [
-        Ranked(solution=ranked.solver.refine(ranked.solution), solver=ranked.solver) if i < num else ranked
-        for i, ranked in enumerate(found)
-    ]
-    return tuple(sorted(better, key=lambda ranked: ranked.seconds))

@@ -2,31 +2,30 @@
 
 Without a limit elimination is exact. Where its solution does not fit, memory gets a price λ: the solution for a price is
 the best of all that hold no more than it does, and its J less λ times the room is a lower bound on every solution that
-fits (Lagrange). λ is raised until the solution fits, then bisected.
-
-Stages differ in how many micro-batches they keep, so one price for all is too dear for the later ones. `refine` gives every
-stage of a solution its own price, the lowest at which it fits, and cuts anew with what that saves.
+fits (Lagrange). A row of prices gives every block options from fast to small, and `stages` packs them into stages: each
+takes the fastest with which it gets along, and the next one for the last of its layers, so memory is filled up layer by
+layer. Prices around those that were taken give finer options, once more.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from planloom.search.conversions import Array
 from planloom.search.elimination import Indices, minimize
-from planloom.search.figures import Choice, block_figures, exchange_seconds
+from planloom.search.figures import Choice, block_figures, exchange_seconds, with_best_junctions
 from planloom.search.space import Candidate
-from planloom.search.stages import Estimate, cut_into_stages, estimate_stages, kept_micro_batches
-from planloom.search.tables import Tables
+from planloom.search.stages import Estimate, Packing, estimate_stages, kept_micro_batches, pack_stages
+from planloom.search.tables import Costs, Tables
 
-_RISES = 12
-_CLOSE_ENOUGH = 1.1
-_FIRST_PRICE = 2.0**-8
-"""Of the price at which all memory costs as much as the step."""
-_RISE = 4.0
-_REFINEMENTS, _ROUNDS = 8, 2
+_FIRST_PRICE, _FACTOR, _NUM_PRICES = 2.0**-9, 2.0, 14
+"""Prices, from a share of the one at which all memory costs as much as the step."""
+_ROOMS = (1.0, 0.99, 0.97, 0.93)
+"""Shares of the room that are tried where options meet and hold more between them than each by itself."""
+_ROUNDS, _FINER = 2, 4
+"""Rounds of finer prices between two that were taken, and how many of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,90 +39,77 @@ class Solution:
     bound_seconds: float
 
 
-@dataclass(eq=False, slots=True)
-class _Pricing:
-    """The search for the best price of memory of one problem: rising until it fits and the step no longer gets shorter,
-    then closer and closer around the best. (Beyond the least that fits, stages may become more even.)"""
-
-    price: float
-    num_left: int = _RISES
-    factor: float = _RISE
-    best: Solution | None = None
-    best_price: float = 0.0
-    around: list[float] = field(default_factory=list)
-
-    def learn(self, solution: Solution | None) -> None:
-        """What the last price has shown; the next one."""
-        self.num_left -= 1
-        is_better = solution is not None and (
-            self.best is None or solution.estimate.step_seconds < self.best.estimate.step_seconds
-        )
-        if is_better:
-            self.best, self.best_price = solution, self.price
-        if self.best is None or (is_better and self.factor == _RISE and not self.around):
-            self.price *= _RISE
-            return
-        if not self.around:
-            if self.factor < _CLOSE_ENOUGH or self.factor == _RISE and self.num_left < 0:
-                self.num_left = 0
-                return
-            self.factor = self.factor**0.5
-            self.num_left = max(self.num_left, 2)
-            self.around = [self.best_price * self.factor, self.best_price / self.factor]
-        self.price = self.around.pop()
-
-
 class Solver:
     """Solutions of the problems of one batch of tables; `limit_bytes`: what a device has for blocks."""
 
-    def __init__(self, tables: Tables, places: Sequence[int], *, limit_bytes: float) -> None:
-        self.tables, self.places, self.limit_bytes = tables, places, limit_bytes
+    def __init__(self, tables: Tables, places: Sequence[int], *, limit_bytes: float, recompute: bool = True) -> None:
+        self.tables, self.places, self.limit_bytes, self.recompute = tables, places, limit_bytes, recompute
         self.num_stages = tables.shape.num_stages
         self.kept = np.minimum(self.num_stages, tables.num_micro).astype(float)
         everything = np.arange(len(tables.candidates))
-        totals, self._chosen, self._options = self._minimized(np.zeros(len(everything)), self.kept, everything)
-        self._totals = totals
-        self.bounds = totals / self.num_stages
+        self._free = self._minimized(np.zeros(len(everything)), self.kept, everything, recompute=False)
+        """Where memory costs nothing."""
+        self.bounds = self._free.totals / self.num_stages
         """A lower bound on the step of every problem."""
 
     def solve(self, problems: Sequence[int], *, below: float) -> list[Solution]:
         """Of these problems those that fit into memory and may be faster than `below`."""
-        found, left = [], []
+        found = []
         for g in problems:
+            if self.bounds[g] < below:
+                solution = self._fitted(g, [self._free.choice(g)])[1] or self._under_limit(g, below)
+                if solution is not None:
+                    found.append(solution)
+        return found
+
+    def _minimized(self, prices: Array, kept: Array, problems: Indices, *, recompute: bool) -> "_Minimized":
+        costs = self.tables.costs(prices, kept, problems, recompute=recompute)
+        return _Minimized.of(costs)
+
+    def _under_limit(self, g: int, below: float) -> Solution | None:
+        """Options for a row of prices of memory, packed into stages."""
+        scale = float(self._free.totals[g]) / (self.num_stages * self.limit_bytes)
+        prices = [scale * _FIRST_PRICE * _FACTOR**i for i in range(_NUM_PRICES)]
+        options = {0.0: self._free.choice(g), **self._at_prices(g, prices)}
+        best: Solution | None = None
+        for _ in range(1 + _ROUNDS):
             if self.bounds[g] >= below:
-                continue
-            solution = self._solution(g, self._chosen[:, g], _column(self._options, g))
-            if solution is None:
-                left.append(g)
-            else:
-                found.append(solution)
-        return [*found, *self._under_limit(left, below)]
+                return best
+            ordered = sorted(options)
+            packing, solution = self._fitted(g, [options[price] for price in ordered])
+            if packing is None:
+                return best
+            if solution is not None and (best is None or solution.estimate.step_seconds < best.estimate.step_seconds):
+                best = solution
+            taken = sorted({ordered[i] for i in packing.options})
+            around = [(low, high) for low, high in pairwise(ordered) if low in taken or high in taken]
+            finer = [low + (high - low) * i / _FINER for low, high in around for i in range(1, _FINER)]
+            options = {price: own for price, own in options.items() if price in taken or price in sum(around, ())}
+            options |= self._at_prices(g, finer)
+        return best
 
-    def _minimized(self, prices: Array, kept: Array, problems: Indices) -> tuple[Array, Indices, Indices]:
-        """Sums, and for every variable and problem the choice; for every variable and problem how it is stored."""
-        costs = self.tables.costs(prices, kept, problems)
-        totals, chosen = minimize(costs.segments, costs.sizes)
-        picked = np.stack([chosen[v] for v in range(len(chosen))])
-        return totals, picked, costs.options_of(picked)
+    def _at_prices(self, g: int, prices: Sequence[float]) -> dict[float, Choice]:
+        """The solutions of one problem for several prices of memory, different ones once each."""
+        at = np.full(len(prices), g)
+        found = self._minimized(np.array(prices), self.kept[at], at, recompute=self.recompute)
+        for total, price in zip(found.totals, prices, strict=True):
+            self._tighten(g, float(total), price)
+        return {price: found.choice(i) for i, price in enumerate(prices)}
 
-    def _under_limit(self, problems: Sequence[int], below: float) -> list[Solution]:
-        """Raise the price of memory until the solution fits, then lower it as long as it does."""
-        scale = _FIRST_PRICE / (self.num_stages * self.limit_bytes)
-        pricing = {g: _Pricing(float(self._totals[g]) * scale) for g in problems}
-        while True:
-            active = [g for g, own in pricing.items() if own.num_left > 0]
-            if not active:
-                break
-            prices = np.array([pricing[g].price for g in active])
-            at = np.array(active)
-            sums, chosen, options = self._minimized(prices, self.kept[at], at)
-            for i, g in enumerate(active):
-                self._tighten(g, float(sums[i]), float(prices[i]))
-                solution = self._solution(g, chosen[:, i], options[:, i]) if self.bounds[g] < below else None
-                pricing[g].learn(solution)
-                if self.bounds[g] >= below:
-                    pricing[g].num_left = 0
-        return [own.best for own in pricing.values() if own.best is not None]
+    def _fitted(self, g: int, options: Sequence[Choice]) -> tuple[Packing | None, Solution | None]:
+        """The best packing; with less room than there is, if what lies between different options needs some."""
+        figures = [block_figures(self.tables, g, self._settled(g, choice)) for choice in options]
+        num_micro = self.tables.candidates[g].num_micro
+        packing = None
+        for share in _ROOMS if len(options) > 1 else _ROOMS[:1]:
+            packing = pack_stages(figures, self.places, self.num_stages, num_micro, share * self.limit_bytes)
+            solution = self._solution(g, options, packing) if packing is not None else None
+            if packing is None or solution is not None:
+                return packing, solution
+        return packing, None
+
+    def _settled(self, g: int, choice: Choice) -> Choice:
+        return replace(choice, variables=with_best_junctions(self.tables, g, choice.variables))
 
     def _tighten(self, g: int, total: float, price: float) -> None:
         """Lagrange's bound, for every cut: stage s at the price λ · k / k_s, with k_s micro-batches kept there and k in
@@ -133,68 +119,55 @@ class Solver:
         bound = (total - price * self.limit_bytes * shares) / self.num_stages
         self.bounds[g] = max(self.bounds[g], bound)
 
-    def _solution(self, g: int, chosen: Indices, options: Indices) -> Solution | None:
-        """Problem g with these choices; None if it does not fit."""
-        choice = Choice(variables=chosen, storage=options)
+    def _solution(self, g: int, options: Sequence[Choice], packing: Packing) -> Solution | None:
+        """Problem g with every block's option; None if what lies between different options makes it too large."""
+        choice = self._settled(g, self._merged(options, packing))
         figures = block_figures(self.tables, g, choice)
+        exchange = exchange_seconds(self.tables, g, choice, packing.first_blocks)
         num_micro = self.tables.candidates[g].num_micro
-        first = cut_into_stages(figures, self.places, self.num_stages, num_micro, self.limit_bytes)
-        if first is None:
+        estimate = estimate_stages(figures, packing.first_blocks, num_micro, exchange)
+        if estimate.num_bytes > self.limit_bytes:
             return None
-        exchange = exchange_seconds(self.tables, g, choice, first)
         return Solution(
             candidate=self.tables.candidates[g],
             choice=choice,
-            first_blocks=first,
-            estimate=estimate_stages(figures, first, num_micro, exchange),
+            first_blocks=packing.first_blocks,
+            estimate=estimate,
             bound_seconds=float(self.bounds[g]),
         )
 
-    # -- a price for every stage
-
-    def refine(self, solution: Solution) -> Solution:
-        """The same problem with a price of memory for every stage."""
-        if self.num_stages == 1:
-            return solution
-        g = self.tables.candidates.index(solution.candidate)
-        best = solution
-        for _ in range(_ROUNDS):
-            found = self._with_own_prices(g, best)
-            if found is None or found.estimate.step_seconds >= best.estimate.step_seconds:
-                break
-            best = found
-        return best
-
-    def _with_own_prices(self, g: int, solution: Solution) -> Solution | None:
-        """For a given cut the lowest price of every stage at which it fits, all bisected at once; then a new cut."""
-        tables, num_micro = self.tables, solution.candidate.num_micro
-        stage_of = np.searchsorted(np.array(solution.first_blocks), np.arange(len(tables.network.blocks.blocks)), "right") - 1
-        kept = np.array(kept_micro_batches(self.num_stages, num_micro), dtype=float)
-        low, high = np.zeros(self.num_stages), np.full(self.num_stages, np.inf)
-        price = np.zeros(self.num_stages)
-        scale = float(self._totals[g]) * _FIRST_PRICE / (self.num_stages * self.limit_bytes)
-        best: Solution | None = None
-        for _ in range(_REFINEMENTS + _RISES):
-            costs = tables.costs(price[:, None], kept[:, None], np.array([g]), stage_of=stage_of)
-            _, chosen = minimize(costs.segments, costs.sizes)
-            picked = np.stack([chosen[v] for v in range(len(chosen))])
-            choice = Choice(variables=picked[:, 0], storage=costs.options_of(picked)[:, 0])
-            figures = block_figures(tables, g, choice)
-            exchange = exchange_seconds(tables, g, choice, solution.first_blocks)
-            held = estimate_stages(figures, solution.first_blocks, num_micro, exchange)
-            fits = np.array([stage.num_bytes <= self.limit_bytes for stage in held.stages])
-            if fits.all():
-                found = self._solution(g, choice.variables, choice.storage)
-                if found is not None and (best is None or found.estimate.step_seconds < best.estimate.step_seconds):
-                    best = found
-            high, low = np.where(fits, np.minimum(high, price), high), np.where(fits, low, np.maximum(low, price))
-            rising = np.isinf(high)
-            middle = np.where(rising, 0.0, low + np.where(rising, 0.0, high)) / 2
-            price = np.where(rising, np.maximum(price * _RISE, scale), np.where(high == 0, 0.0, middle))
-            if not rising.any() and np.all(high - low <= 0.05 * np.maximum(high, 1e-300)):
-                break
-        return best
+    def _merged(self, options: Sequence[Choice], packing: Packing) -> Choice:
+        """Every block with the choices of its option; a segment is recomputed if the option of any of its blocks says so."""
+        network = self.tables.network
+        of_variable = np.array(packing.options)[[v.block for v in network.variables]]
+        at = np.arange(len(of_variable))
+        segments = network.segment_of_block
+        recomputed = np.zeros(len(network.chain), dtype=bool)
+        flags = np.stack([o.recomputed for o in options])[np.array(packing.options), segments]
+        np.logical_or.at(recomputed, segments, flags)
+        return Choice(
+            variables=np.stack([o.variables for o in options])[of_variable, at],
+            storage=np.stack([o.storage for o in options])[of_variable, at],
+            recomputed=recomputed,
+        )
 
 
-def _column(options: NDArray[np.intp], g: int) -> Indices:
-    return options[:, g]
+@dataclass(frozen=True, eq=False, slots=True)
+class _Minimized:
+    """Minima of several problems: sums; (variables, problems) → choices and ways to store; (segments, problems)."""
+
+    totals: Array
+    variables: Indices
+    storage: Indices
+    recomputed: Indices
+
+    @staticmethod
+    def of(costs: Costs) -> "_Minimized":
+        found = minimize(costs.segments, costs.sizes)
+        picked = np.stack([found.variables[v] for v in range(len(found.variables))])
+        return _Minimized(found.totals, picked, costs.options_of(picked), np.stack(found.alternatives))
+
+    def choice(self, i: int) -> Choice:
+        return Choice(
+            variables=self.variables[:, i], storage=self.storage[:, i], recomputed=self.recomputed[:, i].astype(bool)
+        )

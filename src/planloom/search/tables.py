@@ -7,6 +7,9 @@ minimizes is a weighted sum of them, a step's seconds and the price λ of memory
 
 with m micro-batches, p stages and k micro-batches whose activations are kept at one time. For p equal stages J at λ = 0 is
 p times the step: (m + p - 1) times the seconds of one stage for a micro-batch, and what comes once a step.
+
+The alternative of a repeated segment is to recompute it: its forward, communication included, counts twice, and only what
+leaves it is kept.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +24,7 @@ from planloom.plan.checks import BATCH_DIM
 from planloom.search.conversions import Array, AxisBatch, MeshBatch, conversion_seconds
 from planloom.search.curves import axis_curves
 from planloom.search.elimination import Indices, SegmentTables, Table
-from planloom.search.network import Edge, Key, Network, Variable
+from planloom.search.network import ChainSegment, Edge, Key, Network, Variable
 from planloom.search.parameters import ParameterTables, parameter_tables, storage_options
 from planloom.search.space import STAGES, Candidate, Shape, Wishes
 from planloom.search.strategies import Rows, Strategies, block_strategies, boundary_states, junction_layouts, split_of
@@ -30,11 +33,15 @@ from planloom.search.work import Kept, WorkPrices
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class UnaryTables:
-    """One variable: all of shape (problems, choices); `parameters` only for blocks that have some."""
+    """One variable: all of shape (problems, choices); `parameters` only for blocks that have some.
+
+    `leaving_bytes`: what is kept of it where its segment is recomputed.
+    """
 
     forward: Array
     backward: Array
     saved_bytes: Array
+    leaving_bytes: Array
     peak_bytes: Array
     parameters: ParameterTables | None = None
 
@@ -143,7 +150,22 @@ class Tables:
                 np.where(np.isfinite(forward), forward, 0.0), np.where(np.isfinite(backward), backward, 0.0),
             )  # fmt: skip
             parameters = tables
-        return UnaryTables(forward=forward, backward=backward, saved_bytes=saved, peak_bytes=peak, parameters=parameters)
+        return UnaryTables(
+            forward=forward,
+            backward=backward,
+            saved_bytes=saved,
+            leaving_bytes=self._leaving_bytes(variable),
+            peak_bytes=peak,
+            parameters=parameters,
+        )
+
+    def _leaving_bytes(self, variable: Variable) -> Array:
+        producer = self.network.blocks.blocks[variable.block]
+        total = np.zeros((len(self.candidates), self.num_choices(variable.key)))
+        for tensor in self.network.leaving(variable):
+            rows = self.layouts[variable.key] if variable.tensor else self._read_states(variable, tensor)
+            total = total + self._local_bytes(tensor, rows, producer)
+        return total
 
     def _works(self, block: Block, pieces: Rows, batch: int, micro: int) -> NDArray[np.float64]:
         """Forward and backward seconds, saved and peak bytes, for rows of pieces; infinite where the batch does not
@@ -185,7 +207,13 @@ class Tables:
         saved = zeros
         if is_kept and variable.tensor not in self.kept(producer).outputs:
             saved = self._local_bytes(variable.tensor, rows, producer)
-        return UnaryTables(forward=zeros, backward=zeros, saved_bytes=saved, peak_bytes=zeros)
+        return UnaryTables(
+            forward=zeros,
+            backward=zeros,
+            saved_bytes=saved,
+            leaving_bytes=self._leaving_bytes(variable),
+            peak_bytes=zeros,
+        )
 
     def whole_bytes(self, tensor: str, producer: Block) -> Array:
         """Bytes of a tensor in a micro-batch, one number a problem."""
@@ -252,67 +280,89 @@ class Tables:
     # -- weighing
 
     def costs(
-        self, price_of_memory: Array, kept_micro: Array, problems: Indices, *, stage_of: Indices | None = None
+        self,
+        price_of_memory: Array,
+        kept_micro: Array,
+        problems: Indices,
+        *,
+        stage_of: Indices | None = None,
+        recompute: bool = False,
     ) -> Costs:
         """The sum J of some problems, for a price of memory and a number of micro-batches kept, one number a problem.
 
-        With `stage_of`, the stage of every block, both have a row a stage.
+        With `stage_of`, the stage of every block, both have a row a stage. `recompute`: as an alternative, where allowed.
         """
         if stage_of is None:
             price_of_memory, kept_micro = price_of_memory[None, :], kept_micro[None, :]
-        stages = range(len(price_of_memory))
-        weighed = [self._weighed(price_of_memory[s], kept_micro[s], problems) for s in stages]
-        weights = self.weights[problems]
-        pairs = {
-            key: weights[:, None, None] * (pair.forward[problems] + pair.backward[problems])
-            for key, pair in self.pairs.items()
-        }
-        sizes = {variable.number: self.num_choices(variable.key) for variable in self.network.variables}
-        at = [0 if stage_of is None else int(stage_of[v.block]) for v in self.network.variables]
-        numbers = [weighed[s][0][v.key] for s, v in zip(at, self.network.variables, strict=True)]
-        options = [weighed[s][1].get(v.key) for s, v in zip(at, self.network.variables, strict=True)]
-        return Costs(segments=self._segments(numbers, at, pairs), sizes=sizes, options=tuple(options))
+        network = self.network
+        at = [0 if stage_of is None else int(stage_of[v.block]) for v in network.variables]
+        weighed = [
+            self._weighed(price, kept, problems, recompute=recompute)
+            for price, kept in zip(price_of_memory, kept_micro, strict=True)
+        ]
+        weights = self.weights[problems][:, None, None]
+        pairs = {key: weights * (p.forward[problems] + p.backward[problems]) for key, p in self.pairs.items()}
+        again = {key: pairs[key] + weights * p.forward[problems] for key, p in self.pairs.items()} if recompute else {}
+        segments = []
+        for segment in network.chain:
+            numbers = [weighed[at[v.number]].kept[v.key] for v in segment.variables]
+            alternative: tuple[Table, ...] = ()
+            if recompute and segment.is_repeated:
+                others = [weighed[at[v.number]].recomputed[v.key] for v in segment.variables]
+                alternative = _tables(segment, others, again)
+            segments.append(
+                SegmentTables(
+                    first=segment.variables[0].number,
+                    tables=_tables(segment, numbers, pairs),
+                    lives_on=segment.lives_on,
+                    last_touched=segment.last_touched,
+                    kind=(segment.kind, segment.is_repeated, tuple(at[v.number] for v in segment.variables)),
+                    alternative=alternative,
+                )
+            )
+        return Costs(
+            segments=tuple(segments),
+            sizes={v.number: self.num_choices(v.key) for v in network.variables},
+            options=tuple(weighed[s].options.get(v.key) for s, v in zip(at, network.variables, strict=True)),
+        )
 
-    def _weighed(
-        self, price_of_memory: Array, kept_micro: Array, problems: Indices
-    ) -> tuple[dict[Key, Array], dict[Key, Indices]]:
+    def _weighed(self, price: Array, kept_micro: Array, problems: Indices, *, recompute: bool) -> "_Weighed":
         """For every key what its choices add to J, and the best way to store parameters."""
         weights = self.weights[problems]
-        numbers: dict[Key, Array] = {}
-        options: dict[Key, Indices] = {}
+        found = _Weighed({}, {}, {})
         for key, unary in self.unary.items():
-            cost = weights[:, None] * (unary.forward[problems] + unary.backward[problems])
-            cost = cost + (price_of_memory * kept_micro)[:, None] * unary.saved_bytes[problems]
+            forward = weights[:, None] * unary.forward[problems]
+            cost = forward + weights[:, None] * unary.backward[problems]
             if unary.parameters is not None:
                 own = unary.parameters
                 ways = weights[None, :, None] * own.micro_seconds[:, problems] + own.step_seconds[:, problems]
-                ways = ways + price_of_memory[None, :, None] * own.stored_bytes[:, problems]
-                options[key] = ways.argmin(axis=0)
+                ways = ways + price[None, :, None] * own.stored_bytes[:, problems]
+                found.options[key] = ways.argmin(axis=0)
                 cost = cost + ways.min(axis=0)
-            numbers[key] = cost
-        return numbers, options
+            held = (price * kept_micro)[:, None]
+            found.kept[key] = cost + held * unary.saved_bytes[problems]
+            if recompute:
+                found.recomputed[key] = cost + forward + held * unary.leaving_bytes[problems]
+        return found
 
-    def _segments(
-        self, numbers: Sequence[Array], stages: Sequence[int], pairs: Mapping[Key, Array]
-    ) -> tuple[SegmentTables, ...]:
-        found = []
-        for segment in self.network.chain:
-            tables = [Table((v.number,), numbers[v.number]) for v in segment.variables]
-            for edge in segment.edges:
-                pair = pairs[edge.key]
-                ordered = edge.source < edge.target
-                ends = (edge.source, edge.target) if ordered else (edge.target, edge.source)
-                tables.append(Table(ends, pair if ordered else pair.swapaxes(1, 2)))
-            found.append(
-                SegmentTables(
-                    first=segment.variables[0].number,
-                    tables=tuple(tables),
-                    lives_on=segment.lives_on,
-                    last_touched=segment.last_touched,
-                    kind=(segment.kind, tuple(stages[v.number] for v in segment.variables)),
-                )
-            )
-        return tuple(found)
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Weighed:
+    """By keys: J of every choice, the same where the segment is recomputed, and the ways to store parameters."""
+
+    kept: dict[Key, Array]
+    recomputed: dict[Key, Array]
+    options: dict[Key, Indices]
+
+
+def _tables(segment: ChainSegment, numbers: Sequence[Array], pairs: Mapping[Key, Array]) -> tuple[Table, ...]:
+    found = [Table((v.number,), own) for v, own in zip(segment.variables, numbers, strict=True)]
+    for edge in segment.edges:
+        pair = pairs[edge.key]
+        is_ordered = edge.source < edge.target
+        ends = (edge.source, edge.target) if is_ordered else (edge.target, edge.source)
+        found.append(Table(ends, pair if is_ordered else pair.swapaxes(1, 2)))
+    return tuple(found)
 
 
 def value_carries(graph: object, tensor: str, reader: Block | None) -> bool:
