@@ -1,7 +1,8 @@
 """Finalists: the best solutions as programs, ranked by the simulator, none that would not fit.
 
-The estimate of memory is a sum over blocks; the simulator's is exact liveness. Where a finalist holds more than a device
-has, its problem is solved again with as much less room as the estimate was too small.
+The estimate of memory is a sum over blocks; the simulator's is exact liveness. Where a stage of a finalist does not fit,
+its problem is solved again with that stage's limit lowered by as much as its estimate was too small; where in the end all
+leave room that a faster plan could use, once more with limits raised.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,12 +14,20 @@ from planloom.plan import Plan
 from planloom.program import Program, build_program
 from planloom.search.finished import plan_of
 from planloom.search.planner import Found, Planner, Ranked
-from planloom.search.solutions import Solver
+from planloom.search.solutions import Solution
 from planloom.search.space import Wishes
 from planloom.search.stages import Estimate
+from planloom.search.tables import Tables
 from planloom.simulate import Timeline, simulate
 
-_TRIES = 4
+_TRIES = 5
+_SPARE = 0.99
+"""Of the room: so that rounding does not make another try necessary."""
+_FULL = 0.95
+_FAR = 1.15
+"""Solutions whose estimate is so many times the fastest simulated step are not simulated."""
+_NO_LOSS = 1.001
+"""A solution this close to its bound would gain nothing from more memory."""
 BatchSpec = Mapping[str, tuple[tuple[int, ...], str]]
 
 
@@ -65,62 +74,68 @@ def simulate_finalists(
     fitting: list[Finalist] = []
     refused: list[tuple[str, str]] = []
     for ranked in found.ranked:
-        if len(fitting) == num_finalists:
+        fastest = min((finalist.step_seconds for finalist in fitting), default=float("inf"))
+        if len(fitting) == num_finalists or ranked.seconds > _FAR * fastest:
             break
         if progress is not None:
             progress(len(fitting), num_finalists)
-        finalist = _fitted(planner, ranked, prices, batch, limit, refused)
-        if finalist is not None:
-            fitting.append(finalist)
-    return Finalists(
-        fitting=tuple(sorted(fitting, key=lambda f: (f.step_seconds, f.plan.name, f.placement))), refused=tuple(refused)
-    )
-
-
-def _fitted(
-    planner: Planner,
-    ranked: Ranked,
-    prices: Prices,
-    batch: BatchSpec,
-    limit: float,
-    refused: list[tuple[str, str]],
-) -> Finalist | None:
-    """A solution that the simulator finds to fit, solved again with less room as often as needed."""
-    for _ in range(_TRIES):
         try:
-            finalist = _simulated(planner, ranked, prices, batch)
+            fitting.append(_fitted(planner, ranked, prices, batch, limit))
         except (PlanError, LayoutError) as error:
             refused.append((str(ranked.solution.candidate.shape), error.what))
-            return None
+    ordered = sorted(fitting, key=lambda finalist: (finalist.step_seconds, finalist.plan.name, finalist.placement))
+    return Finalists(fitting=tuple(ordered), refused=tuple(refused))
+
+
+def _fitted(planner: Planner, ranked: Ranked, prices: Prices, batch: BatchSpec, limit: float) -> Finalist:
+    """The fastest of a few tries that the simulator finds to fit."""
+    solver = planner.solver(ranked.solution.candidate, ranked.limit_bytes, recompute=ranked.recompute)
+    solution, limits = ranked.solution, [ranked.limit_bytes] * ranked.solution.candidate.shape.num_stages
+    best: Finalist | None = None
+    for _ in range(_TRIES):
+        finalist = _simulated(planner, solution, solver.tables, prices, batch)
         if finalist.memory_bytes <= limit:
-            return finalist
-        again = _with_less_room(ranked, limit / finalist.memory_bytes)
+            if best is None or finalist.step_seconds < best.step_seconds:
+                best = finalist
+            if best is not finalist or not _would_gain(finalist, solution, limit):
+                break
+        limits = _moved_limits(finalist, limits, limit)
+        again = solver.again(solution, limits)
         if again is None:
             break
-        ranked = again
-    refused.append((finalist.plan.name, f"holds {finalist.memory_bytes / 2**30:.1f} GiB of {limit / 2**30:.1f}"))
-    return None
+        solution = again
+    if best is None:
+        raise PlanError(f"holds more than {limit / 2**30:.1f} GiB", given=str(ranked.solution.candidate.shape))
+    return best
 
 
-def _with_less_room(ranked: Ranked, share: float) -> Ranked | None:
-    """The same problem where the fullest stage may hold that share of what it was estimated to hold."""
-    solver, solution = ranked.solver, ranked.solution
-    room = min(solver.limit_bytes, solution.estimate.num_bytes) * share * 0.995
-    smaller = Solver(solver.tables, solver.places, limit_bytes=room, recompute=solver.recompute)
-    g = solver.tables.candidates.index(solution.candidate)
-    found = smaller.solve([g], below=float("inf"))
-    return Ranked(solution=found[0], solver=smaller) if found else None
+def _would_gain(finalist: Finalist, solution: Solution, limit: float) -> bool:
+    """Is there room left, and time lost for want of it?"""
+    loses = bool(finalist.plan.recompute) or solution.estimate.step_seconds > solution.bound_seconds * _NO_LOSS
+    return loses and finalist.memory_bytes < _FULL * limit
 
 
-def _simulated(planner: Planner, ranked: Ranked, prices: Prices, batch: BatchSpec) -> Finalist:
-    plan = plan_of(ranked.solution, ranked.solver.tables, planner.cluster, batch)
+def _moved_limits(finalist: Finalist, limits: Sequence[float], limit: float) -> list[float]:
+    """For the estimate of every stage another limit: lower where the stage does not fit; if all do, higher."""
+    assert finalist.timeline.summary is not None
+    simulated = [role.peak_bytes for role in finalist.timeline.summary.memory]
+    fits = finalist.memory_bytes <= limit
+    moved = []
+    for stage, held, own in zip(finalist.estimate.stages, simulated, limits, strict=True):
+        reached = stage.num_bytes * limit / held * _SPARE
+        moved.append(max(own, reached) if fits else min(own, reached) if held > limit else own)
+    return moved
+
+
+def _simulated(planner: Planner, solution: Solution, tables: Tables, prices: Prices, batch: BatchSpec) -> Finalist:
+    plan = plan_of(solution, tables, planner.cluster, batch)
     program = build_program(planner.blocks, plan)
     return Finalist(
         plan=plan,
         program=program,
         timeline=simulate(program, prices, with_events=False),
-        estimate=ranked.solution.estimate,
-        placement=str(ranked.solution.candidate.placement),
+        estimate=solution.estimate,
+        placement=str(solution.candidate.placement),
     )
 
 

@@ -109,13 +109,12 @@ class Network:
         return np.array([self.variables[number].segment for number in self.of_block])
 
     def leaving(self, variable: Variable) -> tuple[str, ...]:
-        """The tensors of a variable that later segments read: its junction's, or those of a block without junction."""
-        blocks, own = self.blocks, self.segment_of_block
+        """The tensors of a block that later segments read. They are kept as it made them, whatever their junctions."""
         if variable.tensor:
-            names: tuple[str, ...] = (variable.tensor,)
-        else:
-            names = tuple(t for t in blocks.blocks[variable.block].outputs if len(_readers(blocks, t)) == 1)
-        return tuple(t for t in names if any(own[user] > variable.segment for user in _readers(blocks, t)))
+            return ()
+        own, readers = self.segment_of_block, self.blocks.consumers
+        outputs = self.blocks.blocks[variable.block].outputs
+        return tuple(t for t in outputs if any(own[user] > variable.segment for user in readers.get(t, ())))
 
     @cached_property
     def places_of_junctions(self) -> tuple["JunctionPlaces", ...]:

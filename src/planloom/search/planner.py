@@ -45,10 +45,11 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranked:
-    """A solution, with the tables that it was found in."""
+    """A solution, and what it was found under."""
 
     solution: Solution
-    solver: Solver
+    limit_bytes: float
+    recompute: bool
 
     @property
     def seconds(self) -> float:
@@ -163,6 +164,11 @@ class Planner:
         )
         return space
 
+    def solver(self, candidate: Candidate, limit_bytes: float, *, recompute: bool) -> Solver:
+        """Tables of one candidate alone."""
+        tables = Tables(self.network, self.works, self.cluster, candidate.shape, [candidate], Wishes())
+        return Solver(tables, self.places, limit_bytes=limit_bytes, recompute=recompute)
+
     def _search_shape(self, space: Space, shape: Shape, limit: float, state: _State) -> None:
         candidates = []
         for num_micro in space.micro_batches:
@@ -198,7 +204,7 @@ class Planner:
             found = solver.solve(some, below=below)
             state.num_solved += len(some)
             for solution in found:
-                state.add(Ranked(solution=solution, solver=solver))
+                state.add(Ranked(solution=solution, limit_bytes=solver.limit_bytes, recompute=solver.recompute))
         if order:
             state.bound = min(state.bound, float(solver.bounds[order].min()))
 

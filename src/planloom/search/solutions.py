@@ -7,7 +7,8 @@ takes the fastest with which it gets along, and the next one for the last of its
 layer. Prices around those that were taken give finer options, once more.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -20,8 +21,10 @@ from planloom.search.space import Candidate
 from planloom.search.stages import Estimate, Packing, estimate_stages, kept_micro_batches, pack_stages
 from planloom.search.tables import Costs, Tables
 
-_FIRST_PRICE, _FACTOR, _NUM_PRICES = 2.0**-9, 2.0, 14
-"""Prices, from a share of the one at which all memory costs as much as the step."""
+_PRICES = tuple(2.0**power for power in (-9, -7, -6, -5, -4, -3, -2, 0, 2, 5))
+"""Prices of memory, in shares of the one at which all of it costs as much as the step."""
+_CLOSE = 1.03
+"""Problems whose first solution is further from the best are not worth finer prices."""
 _ROOMS = (1.0, 0.99, 0.97, 0.93)
 """Shares of the room that are tried where options meet and hold more between them than each by itself."""
 _ROUNDS, _FINER = 2, 4
@@ -45,6 +48,8 @@ class Solver:
     def __init__(self, tables: Tables, places: Sequence[int], *, limit_bytes: float, recompute: bool = True) -> None:
         self.tables, self.places, self.limit_bytes, self.recompute = tables, places, limit_bytes, recompute
         self.num_stages = tables.shape.num_stages
+        self.limits = np.full(self.num_stages, float(limit_bytes))
+        """The same, stage by stage."""
         self.kept = np.minimum(self.num_stages, tables.num_micro).astype(float)
         everything = np.arange(len(tables.candidates))
         self._free = self._minimized(np.zeros(len(everything)), self.kept, everything, recompute=False)
@@ -54,47 +59,70 @@ class Solver:
 
     def solve(self, problems: Sequence[int], *, below: float) -> list[Solution]:
         """Of these problems those that fit into memory and may be faster than `below`."""
-        found = []
+        found, left = list[Solution](), list[int]()
         for g in problems:
             if self.bounds[g] < below:
-                solution = self._fitted(g, [self._free.choice(g)])[1] or self._under_limit(g, below)
-                if solution is not None:
-                    found.append(solution)
-        return found
+                solution = self._fitted(g, [self._free.choice(g)])[1]
+                found += [solution] if solution is not None else []
+                left += [g] if solution is None else []
+        return [*found, *self._under_limit(left, below)]
+
+    def again(self, solution: Solution, limits: Sequence[float]) -> Solution | None:
+        """The same problem with other limits, stage by stage."""
+        other = copy(self)
+        other.limits, other.bounds = np.array(limits), self.bounds.copy()
+        found = other.solve([self.tables.candidates.index(solution.candidate)], below=np.inf)
+        return found[0] if found else None
 
     def _minimized(self, prices: Array, kept: Array, problems: Indices, *, recompute: bool) -> "_Minimized":
         costs = self.tables.costs(prices, kept, problems, recompute=recompute)
         return _Minimized.of(costs)
 
-    def _under_limit(self, g: int, below: float) -> Solution | None:
-        """Options for a row of prices of memory, packed into stages."""
-        scale = float(self._free.totals[g]) / (self.num_stages * self.limit_bytes)
-        prices = [scale * _FIRST_PRICE * _FACTOR**i for i in range(_NUM_PRICES)]
-        options = {0.0: self._free.choice(g), **self._at_prices(g, prices)}
+    def _under_limit(self, problems: Sequence[int], below: float) -> list[Solution]:
+        """Options for a row of prices of memory, packed into stages; finer prices for those that come close."""
+        if not problems:
+            return []
+        rows = {}
+        for g in problems:
+            scale = float(self._free.totals[g]) / (self.num_stages * self.limit_bytes)
+            rows[g] = [scale * price for price in _PRICES]
+        found = []
+        options = self._at_prices(rows)
+        for g in problems:
+            if self.bounds[g] < below:
+                solution = self._packed(g, {0.0: self._free.choice(g), **options[g]}, below)
+                found += [solution] if solution is not None else []
+        return found
+
+    def _packed(self, g: int, options: dict[float, Choice], below: float) -> Solution | None:
         best: Solution | None = None
         for _ in range(1 + _ROUNDS):
-            if self.bounds[g] >= below:
-                return best
+            options = _distinct(options)
             ordered = sorted(options)
             packing, solution = self._fitted(g, [options[price] for price in ordered])
             if packing is None:
                 return best
             if solution is not None and (best is None or solution.estimate.step_seconds < best.estimate.step_seconds):
                 best = solution
-            taken = sorted({ordered[i] for i in packing.options})
+            if best is not None and best.estimate.step_seconds > _CLOSE * below:
+                return best
+            taken = {ordered[i] for i in packing.options}
             around = [(low, high) for low, high in pairwise(ordered) if low in taken or high in taken]
             finer = [low + (high - low) * i / _FINER for low, high in around for i in range(1, _FINER)]
-            options = {price: own for price, own in options.items() if price in taken or price in sum(around, ())}
-            options |= self._at_prices(g, finer)
+            options = {price: options[price] for price in taken.union(*around)} | self._at_prices({g: finer})[g]
         return best
 
-    def _at_prices(self, g: int, prices: Sequence[float]) -> dict[float, Choice]:
-        """The solutions of one problem for several prices of memory, different ones once each."""
-        at = np.full(len(prices), g)
-        found = self._minimized(np.array(prices), self.kept[at], at, recompute=self.recompute)
-        for total, price in zip(found.totals, prices, strict=True):
-            self._tighten(g, float(total), price)
-        return {price: found.choice(i) for i, price in enumerate(prices)}
+    def _at_prices(self, prices: Mapping[int, Sequence[float]]) -> dict[int, dict[float, Choice]]:
+        """The solutions of problems for several prices of memory each."""
+        at = np.array([g for g, row in prices.items() for _ in row], dtype=np.intp)
+        flat = np.array([price for row in prices.values() for price in row])
+        options: dict[int, dict[float, Choice]] = {g: {} for g in prices}
+        if len(at):
+            found = self._minimized(flat, self.kept[at], at, recompute=self.recompute)
+            for i, (g, price) in enumerate(zip(at, flat, strict=True)):
+                self._tighten(int(g), float(found.totals[i]), float(price))
+                options[int(g)][float(price)] = found.choice(i)
+        return options
 
     def _fitted(self, g: int, options: Sequence[Choice]) -> tuple[Packing | None, Solution | None]:
         """The best packing; with less room than there is, if what lies between different options needs some."""
@@ -102,7 +130,7 @@ class Solver:
         num_micro = self.tables.candidates[g].num_micro
         packing = None
         for share in _ROOMS if len(options) > 1 else _ROOMS[:1]:
-            packing = pack_stages(figures, self.places, self.num_stages, num_micro, share * self.limit_bytes)
+            packing = pack_stages(figures, self.places, num_micro, [float(share * limit) for limit in self.limits])
             solution = self._solution(g, options, packing) if packing is not None else None
             if packing is None or solution is not None:
                 return packing, solution
@@ -126,7 +154,7 @@ class Solver:
         exchange = exchange_seconds(self.tables, g, choice, packing.first_blocks)
         num_micro = self.tables.candidates[g].num_micro
         estimate = estimate_stages(figures, packing.first_blocks, num_micro, exchange)
-        if estimate.num_bytes > self.limit_bytes:
+        if any(stage.num_bytes > limit for stage, limit in zip(estimate.stages, self.limits, strict=True)):
             return None
         return Solution(
             candidate=self.tables.candidates[g],
@@ -150,6 +178,15 @@ class Solver:
             storage=np.stack([o.storage for o in options])[of_variable, at],
             recomputed=recomputed,
         )
+
+
+def _distinct(options: Mapping[float, Choice]) -> dict[float, Choice]:
+    """Equal choices once, at their lowest price."""
+    found: dict[tuple[bytes, ...], float] = {}
+    for price in sorted(options):
+        own = options[price]
+        found.setdefault((own.variables.tobytes(), own.storage.tobytes(), own.recomputed.tobytes()), price)
+    return {price: options[price] for price in found.values()}
 
 
 @dataclass(frozen=True, eq=False, slots=True)

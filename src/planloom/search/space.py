@@ -6,8 +6,8 @@ a block it may split:
     data    the batch, or experts; nothing only where a block has neither
     free    any dim, or none: tensor, sequence, vocabulary, expert and data parallelism, block by block
 
-Two free axes are ATP's mesh; a data axis beside them keeps the number of strategies of a block at (dims + 1)². What the
-user pins narrows the space. Shapes of one search have every size from the divisors of the number of devices, and a
+Two free axes are ATP's mesh; a data axis beside them keeps the number of strategies of a block at (dims + 1)². Free axes have
+`MAX_FREE` devices together, if not pinned to more. What the user pins narrows the space. Shapes of one search have every size from the divisors of the number of devices, and a
 *candidate* is a shape on a placement (P2's matrices, with a row for the stages) with a number of micro-batches.
 """
 
@@ -99,6 +99,9 @@ class Space:
         return enumerate_placements(cluster.level_counts, axes, interchangeable=[free])
 
 
+MAX_FREE = 64
+
+
 def divisors(number: int) -> tuple[int, ...]:
     return tuple(d for d in range(1, number + 1) if number % d == 0)
 
@@ -142,14 +145,15 @@ def _sizes(num_devices: int, wishes: Wishes) -> Iterator[tuple[int, int, int]]:
             is_named = wishes.tp is not None or wishes.tp2 is not None
             if is_named and (tp != (wishes.tp or tp) or tp2 != (wishes.tp2 or (1 if wishes.tp else tp2))):
                 continue
-            if is_named or tp >= tp2:
+            if is_named or (tp >= tp2 and tp * tp2 <= MAX_FREE):
                 yield dp, tp, tp2
 
 
 def _described(shapes: Sequence[Shape], micro: Sequence[int]) -> str:
     stages = sorted({shape.num_stages for shape in shapes})
     return (
-        f"{len(shapes)} shapes: {_listed(stages)} stages × a data axis × up to two free axes, on every placement; "
+        f"{len(shapes)} shapes: {_listed(stages)} stages × a data axis × up to two free axes of {MAX_FREE} devices, on "
+        "every placement; "
         f"{_listed(micro)} micro-batches; per block every dim on every axis; per parameter replicated, ZeRO-1, -2 or "
         "-3 over the data axis or one free axis"
     )

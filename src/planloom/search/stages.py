@@ -101,13 +101,13 @@ class Packing:
 
 
 def pack_stages(
-    options: Sequence[BlockFigures], places: Sequence[int], num_stages: int, num_micro: int, limit_bytes: float
+    options: Sequence[BlockFigures], places: Sequence[int], num_micro: int, limits: Sequence[float]
 ) -> Packing | None:
-    """The cut and the options with the least pace; None if nothing fits into memory."""
-    count = len(options[0].micro_seconds)
+    """The cut and the options with the least pace; None if nothing fits into memory. `limits`: bytes, stage by stage."""
+    count, num_stages = len(options[0].micro_seconds), len(limits)
     if len(places) + 1 < num_stages:
         return None
-    packer = _Packer(options, np.array([0, *places, count]), num_stages, num_micro, limit_bytes)
+    packer = _Packer(options, np.array([0, *places, count]), num_micro, limits)
     slowest = max(float(time[-1]) for time in packer.time)
     best = packer.pack(slowest)
     if best is None:
@@ -142,16 +142,17 @@ class _Packer:
         self,
         options: Sequence[BlockFigures],
         edges: NDArray[np.intp],
-        num_stages: int,
         num_micro: int,
-        limit_bytes: float,
+        limits: Sequence[float],
     ) -> None:
-        self.edges, self.kept = edges, kept_micro_batches(num_stages, num_micro)
+        num_stages = len(limits)
+        self.edges, self.limits, self.kept = edges, limits, kept_micro_batches(num_stages, num_micro)
         weight = num_micro + num_stages - 1  # what comes once a step counts as its share of a micro-batch
         self.time = [_sums(o.micro_seconds + o.step_seconds / weight, edges) for o in options]
         self.stored = [_sums(o.stored_bytes, edges) for o in options]
         self.saved = [_sums(o.saved_bytes, edges) for o in options]
-        self.room = [limit_bytes - float(o.peak_bytes.max()) for o in options]
+        self.peak = [float(o.peak_bytes.max()) for o in options]
+        self._sums_held: dict[tuple[int, int], Array] = {}
 
     def pack(self, pace: float) -> Packing | None:
         """Stages that take as much as they can; None if something is left over."""
@@ -159,7 +160,7 @@ class _Packer:
         taken = np.zeros(int(self.edges[-1]), dtype=np.intp)
         for s, kept in enumerate(self.kept):
             limit = last - (len(self.kept) - s - 1)  # one for each stage that comes
-            reach = self._farthest(at, kept, pace, limit)
+            reach = self._farthest(at, kept, self.limits[s], pace, limit)
             if reach is None or reach.stop <= at:
                 return None
             first_edges.append(at)
@@ -172,37 +173,52 @@ class _Packer:
             first_blocks=tuple(int(self.edges[i]) for i in first_edges), options=tuple(int(i) for i in taken)
         )
 
-    def _farthest(self, at: int, kept: int, pace: float, limit: int) -> _Reach | None:
+    def _farthest(self, at: int, kept: int, num_bytes: float, pace: float, limit: int) -> _Reach | None:
         best: _Reach | None = None
         for first in range(len(self.time)):
             for second in (first, first + 1):
                 if second < len(self.time):
-                    found = self._reach(at, kept, pace, limit, first, second)
+                    room = num_bytes - max(self.peak[first], self.peak[second])
+                    found = self._reach(at, kept, room, pace, limit, first, second)
                     if found is not None and (best is None or found.stop > best.stop):
                         best = found
             if best is not None and best.stop == limit:
                 break  # options are sorted by speed: this is the fastest that gets there
         return best
 
-    def _reach(self, at: int, kept: int, pace: float, limit: int, first: int, second: int) -> _Reach | None:
+    def _reach(
+        self, at: int, kept: int, room: float, pace: float, limit: int, first: int, second: int
+    ) -> _Reach | None:
         """How far one option, and from some edge on another, get within time and memory."""
-        room = min(self.room[first], self.room[second])
-        switches = np.arange(at, limit + 1) if first != second else np.array([at])
-        held = self.stored[first] + kept * self.saved[first]
-        time_left = pace * (1 + 1e-12) - (self.time[first][switches] - self.time[first][at])
-        room_left = room - (held[switches] - held[at])
-        fits = (time_left >= 0) & (room_left >= 0)
-        if not fits.any():
+        held = self._held(first, kept)
+        time, within = self.time[first], pace * (1 + 1e-12)
+        farthest = min(_last(time, time[at] + within), _last(held, held[at] + room), limit)
+        if farthest < at or room < 0:
             return None
-        switches, time_left, room_left = switches[fits], time_left[fits], room_left[fits]
-        held, time = self.stored[second] + kept * self.saved[second], self.time[second]
+        if first == second:
+            return _Reach(farthest, first, second, at)
+        switches = np.arange(at, farthest + 1)
+        time_left = within - (time[at : farthest + 1] - time[at])
+        room_left = room - (held[at : farthest + 1] - held[at])
+        time, held = self.time[second], self._held(second, kept)
         stops = np.minimum(
-            np.searchsorted(time, time[switches] + time_left, side="right"),
-            np.searchsorted(held, held[switches] + room_left, side="right"),
+            time.searchsorted(time[at : farthest + 1] + time_left, side="right"),
+            held.searchsorted(held[at : farthest + 1] + room_left, side="right"),
         )
         stops = np.minimum(stops - 1, limit)
         i = len(stops) - 1 - int(stops[::-1].argmax())  # the latest switch: as much of the faster one as possible
         return _Reach(int(stops[i]), first, second, int(switches[i]))
+
+    def _held(self, option: int, kept: int) -> Array:
+        """Bytes up to every edge, with so many micro-batches kept."""
+        if (option, kept) not in self._sums_held:
+            self._sums_held[option, kept] = self.stored[option] + kept * self.saved[option]
+        return self._sums_held[option, kept]
+
+
+def _last(sums: Array, limit: float) -> int:
+    """The last edge up to which no more than the limit is summed."""
+    return int(sums.searchsorted(limit, side="right")) - 1
 
 
 def _sums(values: Array, edges: NDArray[np.intp]) -> Array:

@@ -163,8 +163,7 @@ class Tables:
         producer = self.network.blocks.blocks[variable.block]
         total = np.zeros((len(self.candidates), self.num_choices(variable.key)))
         for tensor in self.network.leaving(variable):
-            rows = self.layouts[variable.key] if variable.tensor else self._read_states(variable, tensor)
-            total = total + self._local_bytes(tensor, rows, producer)
+            total = total + self._local_bytes(tensor, self._read_states(variable, tensor), producer)
         return total
 
     def _works(self, block: Block, pieces: Rows, batch: int, micro: int) -> NDArray[np.float64]:
