@@ -20,7 +20,7 @@ from planloom.search.stages import Estimate
 from planloom.search.tables import Tables
 from planloom.simulate import Timeline, simulate
 
-_TRIES = 5
+_TRIES, _TRIES_OF_OTHERS = 5, 3
 _SPARE = 0.99
 """Of the room: so that rounding does not make another try necessary."""
 _FULL = 0.95
@@ -80,19 +80,22 @@ def simulate_finalists(
         if progress is not None:
             progress(len(fitting), num_finalists)
         try:
-            fitting.append(_fitted(planner, ranked, prices, batch, limit))
+            tries = _TRIES if ranked is found.ranked[0] else _TRIES_OF_OTHERS
+            fitting.append(_fitted(planner, ranked, prices, batch, limit, tries))
         except (PlanError, LayoutError) as error:
             refused.append((str(ranked.solution.candidate.shape), error.what))
     ordered = sorted(fitting, key=lambda finalist: (finalist.step_seconds, finalist.plan.name, finalist.placement))
     return Finalists(fitting=tuple(ordered), refused=tuple(refused))
 
 
-def _fitted(planner: Planner, ranked: Ranked, prices: Prices, batch: BatchSpec, limit: float) -> Finalist:
+def _fitted(
+    planner: Planner, ranked: Ranked, prices: Prices, batch: BatchSpec, limit: float, num_tries: int
+) -> Finalist:
     """The fastest of a few tries that the simulator finds to fit."""
     solver = planner.solver(ranked.solution.candidate, ranked.limit_bytes, recompute=ranked.recompute)
     solution, limits = ranked.solution, [ranked.limit_bytes] * ranked.solution.candidate.shape.num_stages
     best: Finalist | None = None
-    for _ in range(_TRIES):
+    for _ in range(num_tries):
         finalist = _simulated(planner, solution, solver.tables, prices, batch)
         if finalist.memory_bytes <= limit:
             if best is None or finalist.step_seconds < best.step_seconds:

@@ -13,7 +13,8 @@ finalists remain to choose from). The gap is that between the best estimate and 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from heapq import heappush, heappushpop
+from functools import cached_property
+from math import log2, prod
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from planloom.errors import PlanError
 from planloom.graph.flops import training_flops
 from planloom.plan.checks import BATCH_DIM
 from planloom.search.network import Network, build_network
+from planloom.search.processes import SharedSeconds, in_processes
 from planloom.search.solutions import Solution, Solver
 from planloom.search.space import Candidate, Shape, Space, Wishes, search_space
 from planloom.search.stages import cut_places
@@ -37,8 +39,9 @@ USABLE_MEMORY = 0.92
 """The share of a device's memory that a plan may fill: what remains is for the driver, for libraries and for what an
 allocator cannot use. [Assumed]"""
 _AT_ONCE = 8
-_MAX_NUMBERS = 60_000_000
-"""Numbers in the largest table of a batch: more problems than that are solved in several batches."""
+_SAME = 1e-9
+_SPLIT_GAIN = 0.95
+"""By how much smaller pieces may be faster than the whole, in the model of kernels: tiles fit by chance. [Assumed]"""
 
 Progress = Callable[[str, int, int], None]
 
@@ -83,24 +86,33 @@ class Found:
 
 @dataclass(eq=False, slots=True)
 class _State:
-    """The search while it goes on."""
+    """The search while it goes on; `shared`: the best estimate of all processes that search."""
 
     num_wanted: int
-    best: list[tuple[float, int, Ranked]] = field(default_factory=list)
-    """A heap with the worst of the best first: (-seconds, number, solution)."""
+    shared: "SharedSeconds"
+    best: list[Ranked] = field(default_factory=list)
     bound: float = float("inf")
     num_problems: int = 0
     num_solved: int = 0
-    count: int = 0
 
     @property
-    def incumbent(self) -> float:
-        return min((ranked.seconds for _, _, ranked in self.best), default=float("inf"))
+    def below(self) -> float:
+        """Problems whose bound is not below are left out."""
+        return self.shared.value * (1 + MARGIN)
 
     def add(self, ranked: Ranked) -> None:
-        self.count += 1
-        push = heappush if len(self.best) < self.num_wanted else heappushpop
-        push(self.best, (-ranked.seconds, -self.count, ranked))
+        """One more solution; of two with the same seconds, which are the same plan under other names, the first."""
+        self.shared.lower(ranked.seconds)
+        if any(abs(ranked.seconds / other.seconds - 1) < _SAME for other in self.best):
+            return
+        self.best = sorted([*self.best, ranked], key=lambda own: own.seconds)[: self.num_wanted]
+
+    def merge(self, other: "_State") -> None:
+        for ranked in other.best:
+            self.add(ranked)
+        self.bound = min(self.bound, other.bound)
+        self.num_problems += other.num_problems
+        self.num_solved += other.num_solved
 
 
 class Planner:
@@ -134,11 +146,14 @@ class Planner:
         wishes = wishes or Wishes()
         limit = self.limit_bytes(wishes) if limit_bytes is None else limit_bytes
         space = self.space(wishes)
-        state = _State(num_wanted)
-        for i, shape in enumerate(space.shapes):
-            if progress is not None:
-                progress(str(shape), i, len(space.shapes))
-            self._search_shape(space, shape, limit, state)
+        state = _State(num_wanted, SharedSeconds())
+        for other in in_processes(
+            lambda shape, shared: self._searched(space, shape, limit, num_wanted, shared),
+            _promising_first(space.shapes, self.cluster),
+            state.shared,
+            progress=progress,
+        ):
+            state.merge(other)
         if not state.best:
             raise PlanError(
                 "no plan fits into memory",
@@ -146,7 +161,7 @@ class Planner:
                 required="more memory, more devices or a smaller batch",
                 todo="planloom fit says what would do",
             )
-        ranked = tuple(item for *_, item in sorted(state.best, key=lambda entry: (-entry[0], -entry[1])))
+        ranked = tuple(state.best)
         certificate = Certificate(
             space=space.description,
             num_shapes=len(space.shapes),
@@ -159,34 +174,54 @@ class Planner:
         return Found(ranked=ranked, certificate=certificate)
 
     def space(self, wishes: Wishes) -> Space:
-        space = search_space(
+        return search_space(
             self.cluster.num_devices, batch=self.batch, max_stages=len(self.places) + 1, wishes=wishes
         )
-        return space
 
     def solver(self, candidate: Candidate, limit_bytes: float, *, recompute: bool) -> Solver:
         """Tables of one candidate alone."""
         tables = Tables(self.network, self.works, self.cluster, candidate.shape, [candidate], Wishes())
         return Solver(tables, self.places, limit_bytes=limit_bytes, recompute=recompute)
 
-    def _search_shape(self, space: Space, shape: Shape, limit: float, state: _State) -> None:
-        candidates = []
-        for num_micro in space.micro_batches:
-            bound = self._least_seconds(shape, num_micro)
-            if bound < state.incumbent * (1 + MARGIN):
-                candidates += [
-                    Candidate(shape=shape, placement=placement, num_micro=num_micro)
-                    for placement in space.placements(self.cluster, shape)
-                ]
-        state.num_problems += len(candidates)
+    def _searched(
+        self, space: Space, shape: Shape, limit: float, num_wanted: int, shared: SharedSeconds
+    ) -> "_State":
+        """One shape on all its placements, with all numbers of micro-batches that may be worth it."""
+        state = _State(num_wanted, shared)
+        worthwhile = [m for m in space.micro_batches if self.least_seconds(shape.num_stages, m) < state.below]
+        candidates = [
+            Candidate(shape=shape, placement=placement, num_micro=num_micro)
+            for placement in space.placements(self.cluster, shape)
+            for num_micro in worthwhile
+        ]
+        state.num_problems = len(candidates)
         if candidates:
             tables = Tables(self.network, self.works, self.cluster, shape, candidates, space.wishes)
-            self._solve(Solver(tables, self.places, limit_bytes=limit, recompute=space.wishes.recompute), state)
+            if tables.is_possible:
+                self._solve(Solver(tables, self.places, limit_bytes=limit, recompute=space.wishes.recompute), state)
+        return state
 
-    def _least_seconds(self, shape: Shape, num_micro: int) -> float:
-        """All floating-point operations at the peak rate, and the bubble: no plan with these numbers is faster."""
-        ideal = training_flops(self.blocks.graph, counting="causal") / (self._rate * self.cluster.num_devices)
-        return ideal * (num_micro + shape.num_stages - 1) / num_micro
+    def least_seconds(self, num_stages: int, num_micro: int) -> float:
+        """A bound on every plan with these numbers: all computation, perfectly divided, and the bubble."""
+        ideal = max(self._peak_seconds, _SPLIT_GAIN * self._whole_seconds) / self.cluster.num_devices
+        return ideal * (num_micro + num_stages - 1) / num_micro
+
+    @cached_property
+    def _peak_seconds(self) -> float:
+        """All floating-point operations on one device at its peak rate."""
+        return training_flops(self.blocks.graph, counting="causal") / self._rate
+
+    @cached_property
+    def _whole_seconds(self) -> float:
+        """All blocks on one device, whole: no split makes a block's operations faster by themselves."""
+        total = 0.0
+        for key, numbers, _ in self.network.places_of_keys:
+            variable = self.network.representatives[key]
+            if not variable.tensor:
+                block = self.blocks.blocks[variable.block]
+                work = self.works.work(block, (1,) * len(block.dims))
+                total += len(numbers) * (work.forward_seconds + work.backward_seconds)
+        return total
 
     @property
     def _rate(self) -> float:
@@ -198,15 +233,25 @@ class Planner:
         order = [int(g) for g in np.argsort(solver.bounds) if np.isfinite(solver.bounds[g])]
         for start in range(0, len(order), _AT_ONCE):
             some = order[start : start + _AT_ONCE]
-            below = state.incumbent * (1 + MARGIN)
-            if solver.bounds[some[0]] >= below:
+            if solver.bounds[some[0]] >= state.below:
                 break
-            found = solver.solve(some, below=below)
+            found = solver.solve(some, below=state.below)
             state.num_solved += len(some)
             for solution in found:
                 state.add(Ranked(solution=solution, limit_bytes=solver.limit_bytes, recompute=solver.recompute))
         if order:
             state.bound = min(state.bound, float(solver.bounds[order].min()))
+
+
+def _promising_first(shapes: Sequence[Shape], cluster: Cluster) -> list[Shape]:
+    """Those with one free axis, about as large as a node, before the others: the better the first, the less is left."""
+    inside = log2(max(2, cluster.level_counts[-1]))
+
+    def rank(shape: Shape) -> tuple[float, ...]:
+        free = [n for n, kind in zip(shape.sizes, shape.kinds, strict=True) if kind == "free"]
+        return (max(0, len(free) - 1), abs(log2(prod(free)) - inside), abs(log2(shape.num_stages) - inside / 2))
+
+    return sorted(shapes, key=rank)
 
 
 def batch_size(blocks: BlockGraph) -> int:

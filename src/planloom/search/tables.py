@@ -99,6 +99,8 @@ class Tables:
         self.unary: dict[Key, UnaryTables] = {}
         self.pairs: dict[Key, PairTables] = {}
         self._converted: dict[object, tuple[Array, Array]] = {}
+        self.is_possible = True
+        """Has every block a strategy whose splits are even?"""
         self._fill()
 
     # -- filling
@@ -108,6 +110,9 @@ class Tables:
         for key, variable in self.network.representatives.items():
             if not variable.tensor:
                 self.strategies[key] = block_strategies(blocks[variable.block], self.shape, self._wishes.pins)
+        self.is_possible = all(len(strategies) for strategies in self.strategies.values())
+        if not self.is_possible:
+            return
         for key, variable in self.network.representatives.items():
             if variable.tensor:
                 readers = [self._read_states(reader, variable.tensor) for reader in self._readers(variable)]
