@@ -69,7 +69,7 @@ def with_body(program: Program, spot: Spot, body: tuple[Instruction, ...]) -> Pr
     return replace(program, stages=tuple(stages))
 
 
-def _choose(random: Random, items: Sequence[Item]) -> Item | None:
+def choose(random: Random, items: Sequence[Item]) -> Item | None:
     return random.choice(items) if items else None
 
 
@@ -130,7 +130,7 @@ def _alike(own: Step, other: Step) -> Step:
 
 
 def swap_ranks_in_group(program: Program, random: Random) -> Program | None:
-    at = _choose(random, _steps(program))
+    at = choose(random, _steps(program))
     if at is None:
         return None
     number = random.randrange(len(at.step.groups))
@@ -141,7 +141,7 @@ def swap_ranks_in_group(program: Program, random: Random) -> Program | None:
 
 
 def swap_ranks_between_groups(program: Program, random: Random) -> Program | None:
-    at = _choose(random, [at for at in _steps(program) if len(at.step.groups) > 1])
+    at = choose(random, [at for at in _steps(program) if len(at.step.groups) > 1])
     if at is None:
         return None
     groups = [list(group) for group in at.step.groups]
@@ -153,14 +153,14 @@ def swap_ranks_between_groups(program: Program, random: Random) -> Program | Non
 
 def leave_out_reduction(program: Program, random: Random) -> Program | None:
     """An all-reduce is left out, a reduce-scatter becomes the slice that has the same size."""
-    at = _choose(random, _steps(program, "all_reduce", "reduce_scatter"))
+    at = choose(random, _steps(program, "all_reduce", "reduce_scatter"))
     if at is None:
         return None
     return _change_step(program, at, *([replace(at.step, kind="slice")] if at.step.kind == "reduce_scatter" else []))
 
 
 def leave_out_summand(program: Program, random: Random) -> Program | None:
-    found = _choose(random, [(spot, s) for spot, s in find(program, Sum) if len(s.sources) > 1])
+    found = choose(random, [(spot, s) for spot, s in find(program, Sum) if len(s.sources) > 1])
     if found is None:
         return None
     spot, junction = found
@@ -172,20 +172,20 @@ def leave_out_accumulation(program: Program, random: Random) -> Program | None:
     """One of several additions to the same buffer, or, as good, the only one."""
     found = find(program, Accumulate)
     several = [(spot, a) for spot, a in found if sum(b.target == a.target for _, b in found) > 1]
-    chosen = _choose(random, several if several and random.random() < 0.5 else found)
+    chosen = choose(random, several if several and random.random() < 0.5 else found)
     return None if chosen is None else change(program, chosen[0])
 
 
 def repeat_reduction(program: Program, random: Random) -> Program | None:
     """What an all-reduce or a reduce-scatter reduces is reduced once more."""
-    at = _choose(random, _steps(program, "all_reduce", "reduce_scatter"))
+    at = choose(random, _steps(program, "all_reduce", "reduce_scatter"))
     if at is None:
         return None
     return _change_step(program, at, replace(at.step, kind="all_reduce", into=()), at.step)
 
 
 def repeat_summand(program: Program, random: Random) -> Program | None:
-    found = _choose(random, find(program, Sum))
+    found = choose(random, find(program, Sum))
     if found is None:
         return None
     spot, junction = found
@@ -193,7 +193,7 @@ def repeat_summand(program: Program, random: Random) -> Program | None:
 
 
 def repeat_accumulation(program: Program, random: Random) -> Program | None:
-    found = _choose(random, find(program, Accumulate))
+    found = choose(random, find(program, Accumulate))
     return None if found is None else change(program, found[0], found[1], found[1])
 
 
@@ -202,7 +202,7 @@ def combine_otherwise(program: Program, random: Random) -> Program | None:
 
     Not behind a mask: the largest of positive numbers and zeros is their sum, for some data.
     """
-    at = _choose(random, [at for at in _steps(program) if all(step.kind != "mask" for step in at.collective.steps)])
+    at = choose(random, [at for at in _steps(program) if all(step.kind != "mask" for step in at.collective.steps)])
     if at is None:
         return None
     return _change_step(program, at, replace(at.step, combine="max" if at.step.combine == "sum" else "sum"))
@@ -210,7 +210,7 @@ def combine_otherwise(program: Program, random: Random) -> Program | None:
 
 def permute_slice(program: Program, random: Random) -> Program | None:
     """The pieces that a step cuts go to the wrong devices."""
-    at = _choose(random, _steps(program, "slice") or _steps(program, "reduce_scatter", "all_to_all"))
+    at = choose(random, _steps(program, "slice") or _steps(program, "reduce_scatter", "all_to_all"))
     if at is None:
         return None
     number = random.randrange(len(at.step.groups))
@@ -222,7 +222,7 @@ def permute_slice(program: Program, random: Random) -> Program | None:
 
 def cut_elsewhere(program: Program, random: Random) -> Program | None:
     """Pieces are cut, or put together, along another factor that can be divided as often."""
-    at = _choose(random, _steps(program, "slice", "reduce_scatter", "all_to_all", "all_gather"))
+    at = choose(random, _steps(program, "slice", "reduce_scatter", "all_to_all", "all_gather"))
     if at is None:
         return None
     field = "along" if at.step.kind == "all_gather" else "into"
@@ -237,7 +237,7 @@ def cut_elsewhere(program: Program, random: Random) -> Program | None:
 
     # With nothing between the two dims, pieces come to lie in the same order: that would be the same program.
     dims = [d for d in dims if prod(pieces(d)[min(d, before[i]) : max(d, before[i])]) > 1]
-    dim = _choose(random, dims)
+    dim = choose(random, dims)
     if dim is None:
         return None
     return _change_step(program, at, replace(at.step, **{field: (*before[:i], dim, *before[i + 1 :])}))
@@ -278,7 +278,7 @@ def _shifted(random: Random, box: Box, sizes: tuple[int, ...]) -> Box | None:
         for by in range(-start, size - stop + 1)
         if by
     ]
-    move = _choose(random, moves)
+    move = choose(random, moves)
     if move is None:
         return None
     factor, by = move
@@ -294,7 +294,7 @@ def shift_box(program: Program, random: Random) -> Program | None:
                 for field, sizes in (("source_box", pair.send.sizes), ("target_box", pair.receive.sizes)):
                     if any(length < size for length, size in zip(_lengths(getattr(t, field)), sizes, strict=True)):
                         spots.append((pair, half, i, field, sizes))
-    chosen = _choose(random, spots)
+    chosen = choose(random, spots)
     if chosen is None:
         return None
     pair, half, i, field, sizes = chosen
@@ -314,7 +314,7 @@ def repeat_message(program: Program, random: Random) -> Program | None:
         for j, second in enumerate(pair.send.transfers)
         if i != j and first.target == second.target
     ]
-    chosen = _choose(random, spots)
+    chosen = choose(random, spots)
     if chosen is None:
         return None
     pair, i, j = chosen
@@ -332,7 +332,7 @@ def stretch_message(program: Program, random: Random) -> Program | None:
         for factor, ((_, stop), (_, high)) in enumerate(zip(t.source_box, t.target_box, strict=True))
         if stop < pair.send.sizes[factor] and high == pair.receive.sizes[factor]
     ]
-    chosen = _choose(random, spots)
+    chosen = choose(random, spots)
     if chosen is None:
         return None
     pair, i, factor = chosen
@@ -352,7 +352,7 @@ def _lengths(box: Box) -> list[int]:
 
 def swap_transfers(program: Program, random: Random) -> Program | None:
     """Two transfers exchange senders, receivers or a box: in one half of the exchange or in both."""
-    pair = _choose(random, [pair for pair in _pairs(program) if len(pair.send.transfers) > 1])
+    pair = choose(random, [pair for pair in _pairs(program) if len(pair.send.transfers) > 1])
     if pair is None:
         return None
     i, j = random.sample(range(len(pair.send.transfers)), 2)
@@ -366,7 +366,7 @@ def swap_transfers(program: Program, random: Random) -> Program | None:
 
 def swap_order_of_transfers(program: Program, random: Random) -> Program | None:
     """The messages of one half of an exchange in another order."""
-    pair = _choose(random, [pair for pair in _pairs(program) if len(pair.send.transfers) > 1])
+    pair = choose(random, [pair for pair in _pairs(program) if len(pair.send.transfers) > 1])
     if pair is None:
         return None
     i, j = random.sample(range(len(pair.send.transfers)), 2)
@@ -376,7 +376,7 @@ def swap_order_of_transfers(program: Program, random: Random) -> Program | None:
 def swap_sends(program: Program, random: Random) -> Program | None:
     """Two sends of a stage that are of the same size send each other's buffer."""
     sends = find(program, Send)
-    chosen = _choose(
+    chosen = choose(
         random,
         [
             (first, second)
@@ -399,7 +399,7 @@ def free_earlier(program: Program, random: Random) -> Program | None:
     """A free, or a wait that frees, at a random earlier place of its body."""
     found = [spot for spot, _ in find(program, Free)]
     found += [spot for spot, wait in find(program, Wait) if wait.free]
-    spot = _choose(random, [spot for spot in found if spot.index > 0])
+    spot = choose(random, [spot for spot in found if spot.index > 0])
     if spot is None:
         return None
     body = list(program.stages[spot.stage].bodies[spot.body])
@@ -423,7 +423,7 @@ def _arrivals(program: Program) -> list[Spot]:
 def wait_later(program: Program, random: Random) -> Program | None:
     """What arrives is awaited at a random later place of the body."""
     spots = [s for s in _arrivals(program) if s.index + 1 < len(program.stages[s.stage].bodies[s.body])]
-    spot = _choose(random, spots)
+    spot = choose(random, spots)
     if spot is None:
         return None
     body = list(program.stages[spot.stage].bodies[spot.body])
@@ -433,7 +433,7 @@ def wait_later(program: Program, random: Random) -> Program | None:
 
 
 def leave_out_wait(program: Program, random: Random) -> Program | None:
-    spot = _choose(random, _arrivals(program))
+    spot = choose(random, _arrivals(program))
     return None if spot is None else change(program, spot)
 
 

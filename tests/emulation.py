@@ -263,13 +263,15 @@ class Emulation:
             self._set(device, self._place(buffer, micro), value)
 
         match instruction:
-            case Forward(run=run, inputs=inputs, outputs=outputs):
+            case Forward(run=run, inputs=inputs, outputs=outputs, saves=saves, again=again):
                 local, values = self._local_run(s, device, run), [get(buffer) for buffer in inputs]
                 for slot, value in zip(self.program.runs[run].inputs, values, strict=True):
                     if slot.cotangent is None:
-                        self._further["statistic", device, f"{slot.tensor} in run {run} of {micro}"] = value
+                        when = f"in run {run} of {micro}" + " again" * again
+                        self._further["statistic", device, f"{slot.tensor} {when}"] = value
                 vjp = _checked(lambda: RunVjp(local, values, self._given, micro))
-                self._saved[device, run, micro] = vjp, [buffer for buffer in inputs if buffer in self._gathers]
+                if saves:
+                    self._saved[device, run, micro] = vjp, [buffer for buffer in inputs if buffer in self._gathers]
                 for buffer, value in zip(outputs, vjp.take_outputs(), strict=True):
                     put(buffer, value)
             case Backward(run=run, cotangents=cotangents, outputs=outputs):

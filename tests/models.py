@@ -8,21 +8,31 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from examples.models.gpt import tiny
+from examples.models.gpt import GPT, GPTConfig, batch_for, tiny
 
 
 def gpt() -> tuple[nn.Module, dict[str, Tensor]]:
     return tiny()
 
 
-def llama() -> tuple[nn.Module, dict[str, Tensor]]:
+def gpt_deep() -> tuple[nn.Module, dict[str, Tensor]]:
+    """Four layers, so that there are segments that repeat: of two, cut anywhere but between them, one is left."""
+    config = GPTConfig(num_layers=4, hidden=32)
+    return GPT(config), batch_for(config, 8)
+
+
+def llama_deep() -> tuple[nn.Module, dict[str, Tensor]]:
+    return llama(num_layers=4, hidden=32)
+
+
+def llama(num_layers: int = 2, hidden: int = 64) -> tuple[nn.Module, dict[str, Tensor]]:
     """An unchanged Hugging Face Llama with grouped queries; some labels are left out, unevenly."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=num_layers,
         num_attention_heads=8,
         num_key_value_heads=4,
         vocab_size=128,
@@ -36,7 +46,7 @@ def llama() -> tuple[nn.Module, dict[str, Tensor]]:
     return LlamaForCausalLM(config), {"input_ids": tokens, "labels": labels}
 
 
-MODELS = {"gpt": gpt, "llama": llama}
+MODELS = {"gpt": gpt, "gpt-deep": gpt_deep, "llama": llama, "llama-deep": llama_deep}
 
 
 def build(name: str, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any]]:

@@ -39,6 +39,7 @@ FOUR = [
     "dp=2,tp=2,sequence,vocab,zero1",
     "dp=4,zero1",
     "dp=4,zero3",
+    "dp=4,zero2,micro=2",
     "dp=2,tp=2,zero3,micro=2",
     "pp=2,tp=2,micro=4,1f1b",
     "pp=2,tp=2,vocab,sequence,micro=4,gpipe",
@@ -54,6 +55,16 @@ FEWER = [
 """All cases; those that `make test` leaves to `make test-all` are marked."""
 
 
+RECOMPUTED = [
+    ("gpt-deep", "tp=2,sequence,vocab,recompute"),
+    ("llama-deep", "dp=2,zero3,micro=2,recompute"),
+    pytest.param("gpt-deep", "pp=2,micro=4,gpipe,recompute", marks=pytest.mark.slow),
+    pytest.param("llama-deep", "pp=2,dp=2,zero2,recompute,micro=4,1f1b", marks=pytest.mark.slow),
+    pytest.param("gpt-deep", "dp=2,tp=2,vocab,zero1,recompute", marks=pytest.mark.slow),
+    pytest.param("llama-deep", "tp=2,tp2=2,vocab,recompute", marks=pytest.mark.slow),
+]
+
+
 def world_of(plan: str) -> int:
     return parse_named(plan).num_devices
 
@@ -63,6 +74,12 @@ def test_gradients_and_sgd_in_float64(pools: dict[int, Pool], model: str, plan: 
     expected = reference(model, torch.float64, "sgd", 4)
     results = pools[world_of(plan)].run(train, model, plan, torch.float64, "sgd", 4)
     require_equal(results, expected)
+
+
+@pytest.mark.parametrize(("model", "plan"), RECOMPUTED)
+def test_layers_that_are_recomputed(pools: dict[int, Pool], model: str, plan: str) -> None:
+    results = pools[world_of(plan)].run(train, model, plan, torch.float64, "sgd", 3)
+    require_equal(results, reference(model, torch.float64, "sgd", 3))
 
 
 @pytest.mark.parametrize(("model", "plan"), FEWER)

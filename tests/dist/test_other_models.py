@@ -1,13 +1,15 @@
 """Models nobody here wrote train like one device on real processes; with dropout, too."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from planloom.capture import tensors_of
+from planloom.blocks import find_segments
+from planloom.capture import batch_spec, tensors_of
 from planloom.execute import Interpreter
-from planloom.plan import parse_named
+from planloom.plan import named_plan, parse_named
 from tests.dist.cases import LEARNING_RATE, captured, reference, require_equal, train
 from tests.dist.workers import Pool
 from tests.models import build
@@ -77,3 +79,22 @@ def test_dropout_is_the_same_on_any_plan(pools: dict[int, Pool], model: str, pla
     assert len(set(expected["losses"])) == 3
     results = pools[parse_named(plan).num_devices].run(train, name, plan, torch.float64, "sgd", 3)
     require_equal(results, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "spec"),
+    [
+        ("zoo/gpt2+dropout", "dp=2,zero2,micro=2"),
+        pytest.param("zoo/gpt2+dropout", "pp=2,tp=2,micro=2,1f1b", marks=pytest.mark.slow),
+        pytest.param("zoo/bert+dropout", "tp=2,sequence,vocab", marks=pytest.mark.slow),
+        pytest.param("zoo/mixtral", "dp=2,tp=2,experts,vocab", marks=pytest.mark.slow),
+        pytest.param("zoo/qwen3_moe", "dp=2,experts,zero1,micro=2", marks=pytest.mark.slow),
+    ],
+)
+def test_every_segment_is_recomputed(pools: dict[int, Pool], name: str, spec: str) -> None:
+    """Dropout draws the same numbers again, rows of experts go the same ways."""
+    blocks, named = captured(name, torch.float64), parse_named(spec)
+    plan = named_plan(blocks, named, batch=batch_spec(build(name, torch.float64)[1]))
+    plan = replace(plan, recompute=tuple(range(len(find_segments(blocks)))))
+    expected = interpreted(name, 3) if blocks.graph.random else reference(name, torch.float64, "sgd", 3)
+    require_equal(pools[named.num_devices].run(train, name, plan, torch.float64, "sgd", 3), expected)

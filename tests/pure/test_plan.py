@@ -147,8 +147,8 @@ def test_a_parameter_that_is_not_there(empty: Draft) -> None:
 
 
 def test_a_kind_of_storage_that_is_not_there(empty: Draft) -> None:
-    with pytest.raises(PlanError, match=r"(?s)zero2.*zero3"):
-        empty.store("*", "zero2", over="dp").plan("p")  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=r"(?s)zero4.*zero1.*zero2.*zero3"):
+        empty.store("*", "zero4", over="dp").plan("p")  # type: ignore[arg-type]
 
 
 def test_storage_over_an_axis_that_is_not_there(empty: Draft, blocks: BlockGraph) -> None:
@@ -163,6 +163,28 @@ def test_storage_over_an_axis_that_splits_the_parameter(empty: Draft, blocks: Bl
 
 
 # --- orders ----------------------------------------------------------------------------------------------------------
+
+
+def test_recompute_takes_the_segments_all_of_whose_blocks_match(empty: Draft) -> None:
+    assert empty.recompute("*").plan("p").recompute == (0,)
+    assert empty.recompute("*").recompute("first|*").plan("p").recompute == (0,)
+    assert empty.plan("p").recompute == ()
+    with pytest.raises(PlanError, match=r"(?s)only blocks that match 'first'.*given:.*first … loss.*to do:.*widen"):
+        empty.recompute("first")
+
+
+@pytest.mark.parametrize(
+    ("segments", "message"),
+    [
+        ((1,), r"segment 1, which the model does not have.*given:.*segments 1\n.*from 0 to 0.*to do:.*find_segments"),
+        ((-1,), r"segment -1, which the model does not have"),
+        ((0, 0), r"a segment twice.*given:.*segments 0 0\n.*each at most once"),
+    ],
+)
+def test_segments_that_are_not_there(empty: Draft, blocks: BlockGraph, segments: tuple[int, ...], message: str) -> None:
+    plan = replace(empty.plan("p"), recompute=segments)
+    with pytest.raises(PlanError, match=rf"(?s)plan 'p' recomputes {message}"):
+        build_program(blocks, plan)
 
 
 def test_a_schedule_that_is_not_there(empty: Draft) -> None:
@@ -256,7 +278,8 @@ NAMED = st.builds(
     micro=DEGREES,
     sequence=st.booleans(),
     vocab=st.booleans(),
-    storage=st.sampled_from(("replicated", "zero1", "zero3")),
+    storage=st.sampled_from(("replicated", "zero1", "zero2", "zero3")),
+    recompute=st.booleans(),
     schedule=st.sampled_from(("gpipe", "1f1b")),
 )
 
@@ -269,6 +292,7 @@ def test_names_are_read_back(named: NamedPlan) -> None:
 
 
 def test_a_name_by_example() -> None:
+    assert str(parse_named("recompute,micro=2,zero2,dp=2")) == "dp=2,zero2,recompute,micro=2"
     named = parse_named("dp=2,tp=2,pp=2,vocab,zero1,micro=4,gpipe")
     assert named == NamedPlan(dp=2, tp=2, pp=2, vocab=True, storage="zero1", micro=4, schedule="gpipe")
     assert named.num_devices == 8
@@ -283,7 +307,8 @@ def test_a_name_by_example() -> None:
         "dp=-1",
         "dp=",
         "dp",
-        "zero2",
+        "zero4",
+        "recompute=1",
         "tp=2.0",
         pytest.param("dp=²"),
     ],
@@ -326,6 +351,11 @@ def test_more_stages_than_the_model_has_cuts(blocks: BlockGraph) -> None:
         named_plan(blocks, parse_named("pp=5"), batch=tiny_batch())
 
 
+def test_a_model_without_layers_has_none_to_recompute(blocks: BlockGraph) -> None:
+    with pytest.raises(PlanError, match=r"(?s)no layers that repeat.*given:.*recompute.*has 1, all different.*Draft"):
+        named_plan(blocks, parse_named("dp=2,recompute"), batch=tiny_batch())
+
+
 # --- files and models ------------------------------------------------------------------------------------------------
 
 
@@ -340,6 +370,16 @@ def test_a_file_is_read_back_as_the_same_plan(plan: Plan, tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
     save_plan(replace(plan, name="other"), str(tmp_path / "plan.json"))
     assert load_plan(tmp_path / "plan.json").name == "other"
+
+
+def test_recomputed_segments_are_written_and_old_files_have_none(plan: Plan, tmp_path: Path) -> None:
+    chosen = replace(plan, recompute=(0,), storage=dict.fromkeys(plan.storage, Storage(kind="zero2", over="dp")))
+    save_plan(chosen, tmp_path / "plan.json")
+    assert load_plan(tmp_path / "plan.json") == chosen
+    fields = msgspec.to_builtins(plan)
+    del fields["recompute"]
+    (tmp_path / "old.json").write_bytes(msgspec.json.encode(fields))
+    assert load_plan(tmp_path / "old.json") == plan
 
 
 @pytest.mark.parametrize(
@@ -383,6 +423,7 @@ def test_a_file_of_another_version(plan: Plan, tmp_path: Path) -> None:
         {"num_micro_batches": 3},
         {"num_micro_batches": 0},
         {"orders": []},
+        {"recompute": [7]},
     ],
     ids=str,
 )

@@ -1,6 +1,7 @@
 """Programs of many plans, named, hand-written and random, are proven and equal to one device."""
 
 import re
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from random import Random
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import planloom
+from planloom.blocks import find_segments
 from planloom.capture import batch_spec
 from planloom.errors import VerificationError
 from planloom.layout import Mesh
@@ -39,7 +41,10 @@ def test_three_space_axes_and_a_time_axis(model: str, name: str) -> None:
 
 
 def random_plan(model: str, seed: int) -> Plan:
-    """Every block split at random over two or three axes, on shuffled devices, in one or two stages."""
+    """Every block split at random over two or three axes, on shuffled devices, in one or two stages.
+
+    Every second segment or so is recomputed.
+    """
     random, blocks = Random(seed), captured(model, torch.float64)
     sizes = random.choice([{"a": 2, "b": 2}, {"a": 4}, {"a": 2, "b": 2, "c": 2}, {"a": 2}])
     num_stages, num_micro = random.choice([1, 1, 2]), random.choice([1, 2])
@@ -63,12 +68,14 @@ def random_plan(model: str, seed: int) -> Plan:
         if strategy:
             written = written.split(block.name, **strategy)
     for name in blocks.graph.parameters:
-        kind = random.choice(["replicated", "zero1", "zero3"])
+        kind = random.choice(["replicated", "zero1", "zero2", "zero3"])
         home = blocks.consumers[name][0]
         used = {axis for axes in written.strategies[home].values() for axis in axes}
         free = [axis for axis in sizes if axis not in used]
         if kind != "replicated" and free:
             written = written.store(name, kind, over=random.choice(free))  # type: ignore[arg-type]
+    segments = tuple(i for i in range(len(find_segments(blocks))) if random.random() < 0.5)
+    written = replace(written, recomputed=segments)
     return written.order(random.choice(["gpipe", "1f1b"]), micro_batches=num_micro).plan(f"random {seed}")
 
 
@@ -79,7 +86,7 @@ def test_random_plans(model: str, seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["gpt", "llama"])
+@pytest.mark.parametrize("model", ["gpt", "llama", "gpt-deep", "llama-deep"])
 @pytest.mark.parametrize("seed", range(100, 250))
 def test_many_random_plans(model: str, seed: int) -> None:
     require_equal_to_one_device(model, random_plan(model, seed))

@@ -1,71 +1,21 @@
 """The simulator: closed forms, overlap, contention, and what its timeline says."""
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
 
 from planloom.capture import batch_spec
-from planloom.cluster import Cluster, load_cluster
-from planloom.collective import Step
-from planloom.cost import Price, RunMemory
-from planloom.cost.memory import run_memory
 from planloom.errors import PriceError
 from planloom.graph.flops import training_flops
 from planloom.layout import Mesh
 from planloom.plan import Call, named_plan, parse_named
-from planloom.program import Coalesced, Instruction, Program, Run, StageProgram, Transfer, build_program
+from planloom.program import Coalesced, Instruction, Program, build_program
 from planloom.report import chrome_trace, timeline_svg
 from planloom.simulate import Summary, Timeline, simulate
 from tests.torch.captured import captured
-
-
-@dataclass
-class FixedPrices:
-    """Forward one second a stage and micro-batch, backward two, everything else as told."""
-
-    program: Program
-    exchange_seconds: float = 0.0
-    step_seconds: float = 0.0
-    update_seconds: float = 0.0
-    level: int = -1
-    """The level whose wires all communication keeps busy; none."""
-    compute_slowdown: float = 1.0
-    communication_slowdown: float = 1.0
-    on: str = "two-by-two"
-
-    @property
-    def blocks(self) -> object:
-        return captured("gpt", torch.float32).blocks
-
-    @property
-    def cluster(self) -> Cluster:
-        return load_cluster(self.on)
-
-    def run_memory(self, program: Program, run: Run) -> RunMemory:
-        return run_memory(self.blocks, program, run, fused=False)  # type: ignore[arg-type]
-
-    def update_bytes(self, stage: StageProgram) -> int:
-        return 0
-
-    def run(self, program: Program, run: Run, phase: str) -> Price:
-        count = sum(1 for other in program.runs if other.stage == run.stage)
-        return Price(seconds=(1.0 if phase == "forward" else 2.0) / count, source="measured")
-
-    def step(self, step: Step, num_bytes: int) -> Price:
-        busy = ((self.level, self.step_seconds),) if self.level >= 0 else ()
-        return Price(seconds=self.step_seconds, source="modelled", busy=busy)
-
-    def exchange(self, transfers: tuple[Transfer, ...], item_bytes: int) -> Price:
-        busy = ((self.level, self.exchange_seconds),) if self.level >= 0 else ()
-        return Price(seconds=self.exchange_seconds, source="modelled", busy=busy)
-
-    def memory(self, num_bytes: int) -> Price:
-        return Price(seconds=0.0, source="modelled")
-
-    def update(self, program: Program, stage: int) -> Price:
-        return Price(seconds=self.update_seconds, source="measured")
+from tests.torch.fixed_prices import FixedPrices
 
 
 def program(spec: str) -> Program:

@@ -53,7 +53,7 @@ class Geometry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Stride:
+class Stride:
     """A part of a digit that lies within one level: its coordinates move the position there by `stride`."""
 
     digit: Digit
@@ -65,7 +65,7 @@ class _Stride:
 class Terrain:
     """A mesh on a cluster whose digits move device numbers by constant strides."""
 
-    def __init__(self, cluster: Cluster, base: tuple[int, ...], strides: tuple[_Stride, ...]) -> None:
+    def __init__(self, cluster: Cluster, base: tuple[int, ...], strides: tuple[Stride, ...]) -> None:
         self.cluster, self.base, self.strides = cluster, base, strides
 
     def geometry(self, digits: Sequence[Digit], masters: Sequence[Digit] = ()) -> Geometry:
@@ -97,7 +97,7 @@ class Terrain:
         return Geometry(group_size=prod(counts), crossings=tuple(crossings))
 
 
-def _offsets(strides: Sequence[_Stride]) -> list[int]:
+def _offsets(strides: Sequence[Stride]) -> list[int]:
     points = product(*(range(s.size) for s in strides))
     return [sum(c * s.stride for c, s in zip(point, strides, strict=True)) for point in points]
 
@@ -115,7 +115,7 @@ def terrain_of(cluster: Cluster, mesh: Mesh) -> Terrain | None:
     if any(move <= 0 for move in moves) or not np.array_equal(numbers, np.array(mesh.devices)):
         return None
     weights = [prod(cluster.level_counts[level + 1 :]) for level in range(len(cluster.levels))]
-    strides: list[_Stride] = []
+    strides: list[Stride] = []
     for digit, move in zip(digits, moves, strict=True):
         parts = _levels_of(digit, move, cluster.level_counts, weights)
         if parts is None:
@@ -130,7 +130,7 @@ def terrain_of(cluster: Cluster, mesh: Mesh) -> Terrain | None:
     return Terrain(cluster, base, tuple(strides))
 
 
-def _levels_of(digit: Digit, move: int, counts: tuple[int, ...], weights: list[int]) -> list[_Stride] | None:
+def _levels_of(digit: Digit, move: int, counts: tuple[int, ...], weights: list[int]) -> list[Stride] | None:
     """A digit's parts, level by level: a digit may reach over several levels, the inner one filled first."""
     parts, size = [], digit.size
     while size > 1:
@@ -141,7 +141,7 @@ def _levels_of(digit: Digit, move: int, counts: tuple[int, ...], weights: list[i
         fits = min(size, counts[level] // stride)
         if fits < 2 or size % fits or (fits < size and counts[level] % stride):
             return None
-        parts.append(_Stride(digit=digit, level=level, size=fits, stride=stride))
+        parts.append(Stride(digit=digit, level=level, size=fits, stride=stride))
         size, move = size // fits, move * fits
     return parts
 

@@ -98,7 +98,7 @@ def _digits_cost(
 ) -> StepCost:
     if terrain is None or _has_torus(cluster):
         return groups_cost(cluster, kind, master_groups(mesh, digits, masters))
-    return _cost_of_geometry(cluster, kind, terrain.geometry(digits, masters))
+    return geometry_cost(cluster, kind, terrain.geometry(digits, masters))
 
 
 @lru_cache(maxsize=64)
@@ -136,14 +136,14 @@ def groups_cost(cluster: Cluster, kind: StepKind, groups: tuple[tuple[int, ...],
     """The cost of a collective on groups of devices, all at once."""
     geometry = geometry_of_groups(cluster, groups)
     if geometry is not None and not _has_torus(cluster):
-        return _cost_of_geometry(cluster, kind, geometry)
+        return geometry_cost(cluster, kind, geometry)
     algorithms = ALGORITHMS[cluster.library][kind]
     found = {a: routed_traffic(cluster, kind, a, groups, geometry) for a in algorithms}
     return cost_of_traffic(cluster, kind, len(groups[0]), found)
 
 
 @lru_cache(maxsize=16384)
-def _cost_of_geometry(cluster: Cluster, kind: StepKind, geometry: Geometry) -> StepCost:
+def geometry_cost(cluster: Cluster, kind: StepKind, geometry: Geometry) -> StepCost:
     algorithms = ALGORITHMS[cluster.library][kind]
     found = {a: level_traffic(cluster, kind, a, geometry) for a in algorithms}
     return cost_of_traffic(cluster, kind, geometry.group_size, found)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import get_args
 
-from planloom.blocks import BlockGraph
+from planloom.blocks import BlockGraph, find_segments
 from planloom.errors import PlanError
 from planloom.plan.values import Plan, StorageKind
 
@@ -19,6 +19,7 @@ def require_plan(plan: Plan, blocks: BlockGraph) -> None:
     _require_strategies(plan, blocks)
     _require_batch(plan, blocks)
     _require_stages(plan, blocks)
+    _require_recompute(plan, blocks)
     _require_orders(plan)
 
 
@@ -137,6 +138,21 @@ def _require_stages(plan: Plan, blocks: BlockGraph) -> None:
                     given=f"{tensor} is made by {blocks.blocks[source].name} in stage {plan.stages[source]}",
                     required="stages in the order of the model",
                 )
+
+
+def _require_recompute(plan: Plan, blocks: BlockGraph) -> None:
+    if not plan.recompute:
+        return
+    num_segments = len(find_segments(blocks))
+    wrong = [number for number in plan.recompute if not 0 <= number < num_segments]
+    if wrong or len(set(plan.recompute)) < len(plan.recompute):
+        problem = f"segment {wrong[0]}, which the model does not have" if wrong else "a segment twice"
+        raise PlanError(
+            f"plan {plan.name!r} recomputes {problem}",
+            given=f"segments {_shown(plan.recompute)}",
+            required=f"segments from 0 to {num_segments - 1}, each at most once",
+            todo="count segments as blocks.find_segments does, or name their blocks: Draft.recompute",
+        )
 
 
 def _require_orders(plan: Plan) -> None:

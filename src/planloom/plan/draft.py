@@ -1,10 +1,11 @@
-"""Write a plan by hand: `split` blocks over axes, `assign` them to stages, `order` the calls.
+"""Write a plan by hand: `split` blocks over axes, `assign` them to stages, `recompute` segments, `order` the calls.
 
     plan = (
         draft(blocks, Mesh.of(range(4), dp=2, tp=2), batch=batch_spec(batch))
         .split("*", batch="dp")
         .split("*.up", out="tp").split("*.down", **{"in": "tp"})
         .store("*", "zero1", over="dp")
+        .recompute("layers.*")
         .order("gpipe", micro_batches=2)
         .plan("mine")
     )
@@ -18,7 +19,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import prod
 
-from planloom.blocks import Block, BlockDim, BlockGraph
+from planloom.blocks import Block, BlockDim, BlockGraph, find_segments
 from planloom.errors import PlanError
 from planloom.graph import fingerprint
 from planloom.graph.fingerprint import summary
@@ -45,6 +46,7 @@ class Draft:
     num_micro_batches: int = 1
     schedule: str = "gpipe"
     orders: tuple[tuple[Call, ...], ...] = ()
+    recomputed: tuple[int, ...] = ()
 
     def split(self, pattern: str, **axes: str | Sequence[str]) -> "Draft":
         """Split dims of all matching blocks: `batch="dp"`, or over several axes, major first: `out=("d1", "d2")`."""
@@ -90,6 +92,24 @@ class Draft:
             raise PlanError("no parameter matches", given=pattern, required=str(self.blocks.graph.parameters))
         return replace(self, storage={**self.storage, **dict.fromkeys(names, Storage(kind=kind, over=over))})
 
+    def recompute(self, pattern: str) -> "Draft":
+        """Recompute the segments all of whose blocks match, in addition to those chosen before.
+
+        Segments are what repeats, and need not begin where a layer does: a norm's statistics may end one. All blocks
+        must match, so that nothing is recomputed that the pattern does not name.
+        """
+        blocks, segments = self.blocks.blocks, find_segments(self.blocks)
+        found = [i for i, s in enumerate(segments) if all(matches(b.name, pattern) for b in blocks[s.start : s.stop])]
+        if not found:
+            shown = "; ".join(f"{blocks[s.start].name} … {blocks[s.stop - 1].name}" for s in segments[:6])
+            raise PlanError(
+                f"no segment has only blocks that match {pattern!r}",
+                given=pattern,
+                required=f"a pattern for all blocks of one of: {shown}" + (" …" if len(segments) > 6 else ""),
+                todo="widen the pattern; a|b matches either",
+            )
+        return replace(self, recomputed=tuple(sorted({*self.recomputed, *found})))
+
     def order(
         self, schedule: str, *, micro_batches: int = 1, orders: Sequence[Sequence[Call]] | None = None
     ) -> "Draft":
@@ -118,6 +138,7 @@ class Draft:
             num_micro_batches=self.num_micro_batches,
             schedule=self.schedule,
             orders=self.orders or ORDERS[self.schedule](len(self.meshes), self.num_micro_batches),
+            recompute=self.recomputed,
         )
         require_plan(plan, self.blocks)
         return plan

@@ -1,13 +1,14 @@
 """Named plans: each a few lines of split, assign and order.
 
 A named plan is written `dp=2,tp=2,sequence,vocab,zero1,pp=2,micro=4,1f1b`: degrees of data, tensor (one or two axes)
-and pipeline parallelism with their switches. `library` lists the combinations that a number of devices allows.
+and pipeline parallelism with their switches; with `recompute` no activations of layers are kept. `library` lists the
+combinations that a number of devices allows.
 """
 
 from dataclasses import dataclass, replace
 from math import prod
 
-from planloom.blocks import Block, BlockGraph
+from planloom.blocks import Block, BlockGraph, find_segments, repeated_segments
 from planloom.errors import PlanError
 from planloom.graph import Graph
 from planloom.layout import Mesh, Placement, mesh_of
@@ -28,6 +29,7 @@ class NamedPlan:
     vocab: bool = False
     experts: bool = False
     storage: StorageKind = "replicated"
+    recompute: bool = False
     micro: int = 1
     schedule: str = "1f1b"
 
@@ -39,6 +41,7 @@ class NamedPlan:
         degrees = [f"{name}={getattr(self, name)}" for name in ("dp", "tp", "tp2", "pp") if getattr(self, name) > 1]
         switches = [name for name in ("sequence", "vocab", "experts") if getattr(self, name)]
         switches += [self.storage] if self.storage != "replicated" else []
+        switches += ["recompute"] if self.recompute else []
         switches += [f"micro={self.micro}"] if self.micro > 1 else []
         switches += [self.schedule] if self.pp > 1 else []
         return ",".join(degrees + switches) or "single"
@@ -51,9 +54,9 @@ def parse_named(text: str) -> NamedPlan:
         key, _, value = word.partition("=")
         if key in ("dp", "tp", "tp2", "pp", "micro") and value.isascii() and value.isdigit() and int(value) > 0:
             plan = replace(plan, **{key: int(value)})  # type: ignore[arg-type]
-        elif word in ("sequence", "vocab", "experts"):
+        elif word in ("sequence", "vocab", "experts", "recompute"):
             plan = replace(plan, **{word: True})  # type: ignore[arg-type]
-        elif word in ("zero1", "zero3"):
+        elif word in ("zero1", "zero2", "zero3"):
             plan = replace(plan, storage=word)  # type: ignore[arg-type]
         elif word in ("gpipe", "1f1b"):
             plan = replace(plan, schedule=word)
@@ -61,7 +64,8 @@ def parse_named(text: str) -> NamedPlan:
             raise PlanError(
                 f"unknown word {word!r} in a named plan",
                 given=text,
-                required="dp=N tp=N tp2=N pp=N micro=N sequence vocab experts zero1 zero3 gpipe 1f1b, joined by commas",
+                required="dp=N tp=N tp2=N pp=N micro=N sequence vocab experts zero1 zero2 zero3 recompute gpipe 1f1b, "
+                "joined by commas",
             )
     return plan
 
@@ -89,7 +93,23 @@ def named_plan(
             written = _expert_parallel(written)
         if named.storage != "replicated":
             written = _stored_split(written, named.storage)
+    if named.recompute:
+        written = replace(written, recomputed=_layers(blocks))
     return written.order(named.schedule, micro_batches=named.micro).plan(str(named))
+
+
+def _layers(blocks: BlockGraph) -> tuple[int, ...]:
+    """The segments that repeat."""
+    segments = find_segments(blocks)
+    repeated = {found.first.fingerprint for found in repeated_segments(segments) if found.count > 1}
+    if not repeated:
+        raise PlanError(
+            "the model has no layers that repeat, so it has none to recompute",
+            given="recompute",
+            required=f"two equal segments or more; this model has {len(segments)}, all different",
+            todo="choose segments by the names of their blocks: Draft.recompute",
+        )
+    return tuple(i for i, segment in enumerate(segments) if segment.fingerprint in repeated)
 
 
 def _expert_parallel(written: Draft) -> Draft:

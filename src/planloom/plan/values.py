@@ -9,7 +9,7 @@ from planloom.layout import Mesh
 from planloom.plan.orders import Call
 
 PLAN_VERSION = 1
-StorageKind = Literal["replicated", "zero1", "zero3"]
+StorageKind = Literal["replicated", "zero1", "zero2", "zero3"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +17,8 @@ class Storage:
     """How a parameter is stored over an axis that does not split it.
 
     replicated: whole on every device, gradients reduced once a step; zero1: as before, but every device updates a shard
-    and the shards are gathered; zero3: only a shard is stored, gathered for every use, gradients reduced at every use.
+    and the shards are gathered; zero2: as zero1, but gradients are reduced to shards at every use, so that no whole
+    gradient is kept; zero3: only a shard is stored, gathered for every use, gradients reduced at every use.
     """
 
     kind: StorageKind = "replicated"
@@ -28,9 +29,10 @@ class Storage:
 class Plan:
     """`strategies[i]`: for block i, dim → axes; `stages[i]`: the stage of block i; `meshes[s]`: the mesh of stage s.
 
-    `orders[s]` lists the calls of stage s; an empty tuple of orders is not a plan. `cluster`, if given, is the text of
-    the cluster file whose links decide between collective programs; else the bytes that they move do. `source`: how
-    the model was named on the command line.
+    `orders[s]` lists the calls of stage s; an empty tuple of orders is not a plan. `recompute`: the segments, by their
+    numbers in `find_segments`, whose activations are recomputed in the backward and not kept. `cluster`, if given, is
+    the text of the cluster file whose links decide between collective programs; else the bytes that they move do.
+    `source`: how the model was named on the command line.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Plan:
     num_micro_batches: int
     schedule: str
     orders: tuple[tuple[Call, ...], ...]
+    recompute: tuple[int, ...] = ()
     cluster: str = ""
     source: str = ""
     version: int = PLAN_VERSION

@@ -3,7 +3,7 @@
 buckets    the gradients that are reduced once a step are reduced during the last backward, a bucket as soon as the
            last of its gradients is complete; the exit only awaits them
 gathers    parameters that are stored in shards are gathered one run ahead of the run that uses them
-scatters   the gradients of such parameters are awaited one run after the one that made them (`materialize`)
+scatters   gradients that are reduced at every use are awaited one run after the one that made them (`gradients`)
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -4,6 +4,7 @@ from math import prod
 
 from planloom.errors import PlanError
 from planloom.layout import Layout, Mesh
+from planloom.plan import Plan, Storage
 from planloom.program.transform import Splits
 from planloom.program.values import Buffer, StoredParameter
 
@@ -28,6 +29,16 @@ def store_parameters(splits: Splits) -> dict[str, StoredParameter]:
             buffer=Buffer(name=name),
         )
     return stored
+
+
+def is_gathered(plan: Plan, home: StoredParameter, stage: int) -> bool:
+    """Does a stage gather a parameter for every use? Other stages than its home are sent it once, whole."""
+    return home.stage == stage and plan.storage.get(home.name, Storage()).kind == "zero3"
+
+
+def is_scattered(plan: Plan, home: StoredParameter, stage: int) -> bool:
+    """Does a stage reduce a parameter's gradient to shards at every use?"""
+    return home.stage == stage and plan.storage.get(home.name, Storage()).kind in ("zero2", "zero3")
 
 
 def _shard(layout: Layout, sizes: tuple[int, ...], mesh: Mesh, axis: str, name: str) -> Layout:

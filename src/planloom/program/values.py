@@ -69,16 +69,18 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forward:
-    """Run the local forward function."""
+    """Run the local forward function; `saves`: with what its `Backward` needs; `again`: it is a recomputation."""
 
     run: int
     inputs: tuple[Buffer, ...]
     outputs: tuple[Buffer, ...]
+    saves: bool = True
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backward:
-    """Run the vector-Jacobian product of an earlier `Forward` of the same micro-batch; None: no cotangent."""
+    """The vector-Jacobian product of an earlier `Forward` that saved, of the same micro-batch; None: no cotangent."""
 
     run: int
     cotangents: tuple[Buffer | None, ...]

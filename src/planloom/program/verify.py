@@ -439,15 +439,18 @@ class _Interpreter:
             made = self._symbolic(s, device, forward.run, micro).forward(read)
         except RunError as error:
             raise _FaultError(error.tensor, str(error), (device,)) from None
-        kept = {b: self.memory[device][b, -1] for b in forward.inputs if b in self.persistent}
-        self.saved[device, forward.run, micro] = kept
+        if forward.saves:
+            kept = {b: self.memory[device][b, -1] for b in forward.inputs if b in self.persistent}
+            self.saved[device, forward.run, micro] = kept
         for slot, buffer in zip(self.program.runs[forward.run].outputs, forward.outputs, strict=True):
             self._write(device, buffer, micro, made[slot.tensor])
 
     def _backward(self, s: int, device: int, backward: Backward, micro: int) -> None:
         run = self.program.runs[backward.run]
         if (device, backward.run, micro) not in self.saved:
-            raise _FaultError(run.outputs[0].tensor, "the backward of a run has no forward before it", (device,))
+            raise _FaultError(
+                run.outputs[0].tensor, "the backward of a run has no forward before it that saved", (device,)
+            )
         for buffer, symbol in self.saved.pop((device, backward.run, micro)).items():
             if self._read(device, buffer, micro, symbol.tensor) != symbol:
                 what = f"{buffer} is not what the forward of the run read"
@@ -489,6 +492,8 @@ def _describe(instruction: Instruction) -> str:
             return f"Coalesced {_describe(collectives[0])} and {len(collectives) - 1} others"
         case Send(channel=channel) | Receive(channel=channel):
             return f"{type(instruction).__name__} {channel}"
+        case Forward(run=run, again=True):
+            return f"Forward of run {run} again"
         case Forward(run=run) | Backward(run=run):
             return f"{type(instruction).__name__} of run {run}"
         case Wait(buffer=buffer) | Free(buffer=buffer):

@@ -9,6 +9,7 @@ from planloom.simulate import Event, Timeline
 _WIDTH, _ROW, _LEFT, _TOP = 960, 22, 90, 40
 _COLORS = {
     "Forward": "#4c78a8",
+    "Recompute": "#9ecae9",
     "Backward": "#f58518",
     "Update": "#54a24b",
     "communication": "#b279a2",

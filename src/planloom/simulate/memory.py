@@ -233,10 +233,13 @@ class _Walk:
 
     def _forward(self, forward: Forward, micro: int) -> None:
         memory = self._run_memory(forward.run)
-        self._rise(f"forward of run {forward.run}", memory.forward_peak_bytes)
-        kept = [self._make(memory.saved_bytes, "activations")]
+        what = "recomputation" if forward.again else "forward"
+        self._rise(f"{what} of run {forward.run}", memory.forward_peak_bytes)
         for buffer in forward.outputs:
             self._put(buffer, micro, self._make(self.sizes[buffer], "activations"))
+        if not forward.saves:
+            return
+        kept = [self._make(memory.saved_bytes, "activations")]
         kept += [self._keep(b, micro) for b, is_kept in zip(forward.inputs, memory.saved_inputs, strict=True)
                  if is_kept and b not in self.gathers]  # fmt: skip
         kept += [self._keep(b, micro) for b, is_kept in zip(forward.outputs, memory.saved_outputs, strict=True)

@@ -142,8 +142,8 @@ class ScriptWriter:
         at_once: set[Buffer] = set()
         for instruction in body:
             match instruction:
-                case Forward(run=run):
-                    items.append(self._busy(f"Forward {run}", self._run(run, "forward")))
+                case Forward(run=run, again=again):
+                    items.append(self._busy(f"{'Recompute' if again else 'Forward'} {run}", self._run(run, "forward")))
                 case Backward(run=run):
                     items.append(self._busy(f"Backward {run}", self._run(run, "backward")))
                 case Sum(target=target, sources=sources):

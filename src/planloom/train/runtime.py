@@ -149,9 +149,10 @@ class Runtime:
 
     def _carry_out(self, instruction: Instruction, micro: int, given: Mapping[str, Tensor]) -> None:
         match instruction:
-            case Forward(run=run, inputs=inputs, outputs=outputs):
+            case Forward(run=run, inputs=inputs, outputs=outputs, saves=saves):
                 vjp = RunVjp(self._local[run], [self._get(b, micro) for b in inputs], given, micro)
-                self._saved[run, micro] = vjp
+                if saves:
+                    self._saved[run, micro] = vjp
                 for buffer, value in zip(outputs, vjp.take_outputs(), strict=True):
                     self._memory[self._place(buffer, micro)] = value
             case Backward(run=run, cotangents=cotangents, outputs=outputs):
@@ -316,6 +317,8 @@ def _stream(instruction: Instruction) -> Stream | None:
 
 def _name(instruction: Instruction) -> str:
     match instruction:
+        case Forward(run=run, again=True):
+            return f"Recompute {run}"
         case Forward(run=run) | Backward(run=run):
             return f"{type(instruction).__name__} {run}"
     for collective in collectives_in(instruction):

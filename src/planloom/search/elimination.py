@@ -1,0 +1,244 @@
+"""Exact minimization of a sum of tables over pairs of variables, for a whole batch of problems at once.
+
+A problem is  min over x of  Σ_v unary_v[x_v] + Σ_(u,v) pair_uv[x_u, x_v],  with variables in segments, one after
+another. Variables are eliminated segment by segment, each time the one whose table is smallest:
+
+    message[x_N] = min over x_v of the sum of all tables that have v,   N the other variables in them,
+
+and what is left of a segment is its *message*: tables over the variables that later segments touch. This is exact, and
+costs the size of the largest table, which the treewidth of the block graph decides (two to three in transformers).
+
+Equal segments in a row have equal tables, so each maps a message to the next by the same function. That function is
+linear in the algebra of (min, +): once a message differs from the one before by a constant, all further ones do, and
+every further equal segment has the same minimizers. So depth is nearly free. (Ties apart, a period above one would be
+possible; then segments are simply eliminated one by one.)
+
+A segment may have an *alternative*: other tables over the same variables (its activations are recomputed, say). Then both
+are eliminated, and for every value of what lives on the smaller one counts.
+
+All tables have a leading axis: the problems of the batch, alike in structure, different in numbers.
+"""
+
+from collections import ChainMap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+Indices = NDArray[np.intp]
+
+_STEADY = 1e-12
+"""Messages that differ from a constant by less than this share of it differ by rounding."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Table:
+    """A summand over `variables` (numbers, ascending): its numbers have the shape (problems, *domain sizes)."""
+
+    variables: tuple[int, ...]
+    numbers: Array
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class SegmentTables:
+    """A segment: its first variable, and the tables that have one of its variables and none of later segments.
+
+    `kind`: equal for segments whose tables are equal, variables counted from `first`.
+    """
+
+    first: int
+    tables: tuple[Table, ...]
+    lives_on: tuple[bool, ...]
+    """Which of its variables do later segments touch?"""
+    last_touched: tuple[int, ...]
+    """Variables of earlier segments that no later segment touches."""
+    kind: object
+    alternative: tuple[Table, ...] = ()
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Record:
+    """How an eliminated variable follows from others."""
+
+    variable: int
+    others: tuple[int, ...]
+    minimizers: Indices
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Step:
+    """The elimination of one segment: records in the order in which they were made, for each of its alternatives."""
+
+    records: tuple[tuple[_Record, ...], ...]
+    taken: _Record | None = None
+    """Which alternative, by the variables that live on."""
+    shift: int = 0
+    """To be added to the variables of the records, where the step of an earlier, equal segment stands for this one."""
+    relative_from: int = 0
+    """Variables below are the same in all equal segments: what all of them read."""
+
+    def moved(self, variable: int) -> int:
+        return variable + self.shift if variable >= self.relative_from else variable
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class Minimum:
+    """The minimum of every problem; for every variable the minimizer in each; for every segment which alternative."""
+
+    totals: Array
+    variables: dict[int, Indices]
+    alternatives: tuple[Indices, ...]
+
+
+def minimize(segments: Sequence[SegmentTables], sizes: Mapping[int, int]) -> Minimum:
+    """Exact, for every problem of the batch."""
+    num_problems = segments[0].tables[0].numbers.shape[0]
+    total = np.zeros(num_problems)
+    message: tuple[Table, ...] = ()
+    steps: list[_Step] = []
+    constant: Array | None = None
+    for at, segment in enumerate(segments):
+        before = segments[at - 1] if at else None
+        if constant is not None and before is not None and segment.kind == before.kind:
+            total = total + constant
+            shift = segment.first - before.first
+            steps.append(replace(steps[-1], shift=steps[-1].shift + shift))
+            message = tuple(_shifted(table, shift, before.first) for table in message)
+            continue
+        constant = None
+        step, left = _step(segment, message, sizes)
+        normalized, lowest = _normalized(left, num_problems)
+        total = total + lowest
+        if before is not None and segment.kind == before.kind:
+            constant = _constant(message, normalized, segment.first - before.first, before.first, lowest)
+        steps.append(replace(step, relative_from=before.first if before is not None else 0))
+        message = normalized
+    assert not message, "variables are left over"
+    variables, alternatives = _backtracked(steps, num_problems)
+    return Minimum(totals=total, variables=variables, alternatives=alternatives)
+
+
+def _step(
+    segment: SegmentTables, message: Sequence[Table], sizes: Mapping[int, int]
+) -> tuple[_Step, Sequence[Table]]:
+    """Eliminate a segment; with an alternative, both, and keep the smaller of what is left of them."""
+    records, left = _eliminated(segment, [*message, *segment.tables], sizes)
+    if not segment.alternative:
+        return _Step((records,)), left
+    others, also_left = _eliminated(segment, [*message, *segment.alternative], sizes)
+    one, two = summed(left), summed(also_left)
+    taken = _Record(-1, one.variables, (two.numbers < one.numbers).astype(np.intp))
+    return _Step((records, others), taken), [Table(one.variables, np.minimum(one.numbers, two.numbers))]
+
+
+def _eliminated(
+    segment: SegmentTables, tables: Sequence[Table], sizes: Mapping[int, int]
+) -> tuple[tuple[_Record, ...], list[Table]]:
+    """Eliminate all variables that nothing later touches."""
+    tables = list(tables)
+    waiting = {segment.first + i for i, lives in enumerate(segment.lives_on) if not lives} | set(segment.last_touched)
+    records = []
+    while waiting:
+        neighbours = {v: {o for t in tables if v in t.variables for o in t.variables} for v in waiting}
+        variable = min(waiting, key=lambda v: (_volume(neighbours[v], sizes), v))
+        own = [t for t in tables if variable in t.variables]
+        tables = [t for t in tables if variable not in t.variables]
+        whole = summed(own)
+        axis = 1 + whole.variables.index(variable)
+        others = tuple(o for o in whole.variables if o != variable)
+        minimizers = whole.numbers.argmin(axis=axis)
+        least = np.take_along_axis(whole.numbers, np.expand_dims(minimizers, axis), axis).squeeze(axis)
+        records.append(_Record(variable, others, minimizers))
+        tables.append(Table(others, least))
+        waiting.discard(variable)
+    return tuple(records), tables
+
+
+def _volume(variables: set[int], sizes: Mapping[int, int]) -> int:
+    volume = 1
+    for variable in variables:
+        volume *= sizes[variable]
+    return volume
+
+
+def summed(tables: Sequence[Table]) -> Table:
+    """One table with the variables of all."""
+    variables = tuple(sorted({v for table in tables for v in table.variables}))
+    if len(tables) == 1:
+        return tables[0]
+    # Small tables first, so that few additions are as large as the result.
+    total: Array | None = None
+    for table in sorted(tables, key=lambda t: t.numbers.size):
+        shape = [table.numbers.shape[0]] + [1] * len(variables)
+        for axis, variable in enumerate(table.variables):
+            shape[1 + variables.index(variable)] = table.numbers.shape[1 + axis]
+        spread = table.numbers.reshape(shape)
+        total = spread if total is None else total + spread
+    assert total is not None
+    return Table(variables, total)
+
+
+def _normalized(tables: Sequence[Table], num_problems: int) -> tuple[tuple[Table, ...], Array]:
+    """The tables with one a set of variables, each with least zero; and the sum of what was taken away."""
+    by_variables: dict[tuple[int, ...], list[Table]] = {}
+    for table in tables:
+        by_variables.setdefault(table.variables, []).append(table)
+    taken = np.zeros(num_problems)
+    left = []
+    for variables, own in sorted(by_variables.items()):
+        table = summed(own)
+        least = table.numbers.reshape(num_problems, -1).min(axis=1)
+        taken = taken + least
+        if variables:
+            finite = np.where(np.isfinite(least), least, 0.0)  # of a problem without solution all is infinite
+            left.append(Table(variables, table.numbers - finite.reshape((-1,) + (1,) * len(variables))))
+    return tuple(left), taken
+
+
+def _shifted(table: Table, shift: int, first: int) -> Table:
+    return Table(tuple(v + shift if v >= first else v for v in table.variables), table.numbers)
+
+
+def _constant(before: Sequence[Table], after: Sequence[Table], shift: int, first: int, lowest: Array) -> Array | None:
+    """What one more equal segment adds, if the messages are equal; else None."""
+    moved = [_shifted(table, shift, first) for table in before]
+    if [t.variables for t in moved] != [t.variables for t in after]:
+        return None
+    for one, two in zip(moved, after, strict=True):
+        scale = np.where(np.isfinite(lowest), np.abs(lowest), 0.0).reshape((-1,) + (1,) * len(one.variables))
+        with np.errstate(invalid="ignore"):
+            close = (one.numbers == two.numbers) | (np.abs(one.numbers - two.numbers) <= _STEADY * scale)
+        if not close.all():
+            return None
+    return lowest
+
+
+def _backtracked(steps: Sequence[_Step], num_problems: int) -> tuple[dict[int, Indices], tuple[Indices, ...]]:
+    chosen: dict[int, Indices] = {}
+    alternatives = []
+    for step in reversed(steps):
+        taken = np.zeros(num_problems, dtype=np.intp)
+        if step.taken is not None:
+            taken = _looked_up(step, step.taken, chosen)
+        alternatives.append(taken)
+        found = [_followed(step, records, chosen) for records in step.records]
+        for variable, values in found[0].items():
+            others = found[-1][variable]
+            chosen[variable] = values if len(found) == 1 else np.where(taken == 0, values, others)
+    return chosen, tuple(reversed(alternatives))
+
+
+def _followed(step: _Step, records: Sequence[_Record], chosen: Mapping[int, Indices]) -> dict[int, Indices]:
+    """The variables that a segment's records eliminate, from those that are chosen already."""
+    found: dict[int, Indices] = {}
+    known = ChainMap(found, chosen)  # type: ignore[arg-type]
+    for record in reversed(records):
+        found[step.moved(record.variable)] = _looked_up(step, record, known)
+    return found
+
+
+def _looked_up(step: _Step, record: _Record, chosen: Mapping[int, Indices]) -> Indices:
+    others = [chosen[step.moved(other)] for other in record.others]
+    return record.minimizers[(np.arange(record.minimizers.shape[0]), *others)]

@@ -1,0 +1,159 @@
+"""The space of a search: how many stages, which axes inside a stage, where they lie, how many micro-batches.
+
+A *shape* is a number of stages and the sizes of the space axes inside each. An axis is of a kind that says which dims of
+a block it may split:
+
+    data    the batch, or experts; nothing only where a block has neither
+    free    any dim, or none: tensor, sequence, vocabulary, expert and data parallelism, block by block
+
+Two free axes are ATP's mesh; a data axis beside them keeps the number of strategies of a block at (dims + 1)². What the
+user pins narrows the space. Shapes of one search have every size from the divisors of the number of devices, and a
+*candidate* is a shape on a placement (P2's matrices, with a row for the stages) with a number of micro-batches.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from math import prod
+from typing import Literal
+
+from planloom.cluster import Cluster
+from planloom.errors import PlanError
+from planloom.layout import Placement, enumerate_placements
+
+AxisKind = Literal["data", "free"]
+STAGES = "pp"
+"""The name of the axis along which the stages lie."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockPin:
+    """Blocks whose name matches `pattern` are split along `dim` over the axis named `axis`."""
+
+    pattern: str
+    dim: str
+    axis: str
+
+    def matches(self, block_name: str) -> bool:
+        return any(fnmatchcase(block_name, part) or fnmatchcase(block_name, f"*{part}*") for part in
+                   self.pattern.split("|"))  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """What the user pins; None: open.
+
+    `dp` is the size of the data axis, `tp` and `tp2` of the free axes; `memory_bytes`: of a device, for everything.
+    """
+
+    dp: int | None = None
+    tp: int | None = None
+    tp2: int | None = None
+    pp: int | None = None
+    micro: int | None = None
+    storage: str | None = None
+    recompute: bool = True
+    memory_bytes: int | None = None
+    pins: tuple[BlockPin, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Stages, and the space axes of each: names, kinds and sizes, outermost first."""
+
+    num_stages: int
+    names: tuple[str, ...]
+    kinds: tuple[AxisKind, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def devices_a_stage(self) -> int:
+        return prod(self.sizes)
+
+    def __str__(self) -> str:
+        degrees = {STAGES: self.num_stages, **dict(zip(self.names, self.sizes, strict=True))}
+        return ",".join(f"{name}={size}" for name, size in degrees.items() if size > 1) or "single"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A shape on a placement, with a number of micro-batches."""
+
+    shape: Shape
+    placement: Placement
+    num_micro: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """Everything that a search looks at, and in words what that is."""
+
+    shapes: tuple[Shape, ...]
+    micro_batches: tuple[int, ...]
+    description: str
+    wishes: Wishes = field(default_factory=Wishes)
+
+    def placements(self, cluster: Cluster, shape: Shape) -> tuple[Placement, ...]:
+        axes = {STAGES: shape.num_stages, **dict(zip(shape.names, shape.sizes, strict=True))}
+        free = [name for name, kind in zip(shape.names, shape.kinds, strict=True) if kind == "free"]
+        return enumerate_placements(cluster.level_counts, axes, interchangeable=[free])
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    return tuple(d for d in range(1, number + 1) if number % d == 0)
+
+
+def search_space(num_devices: int, *, batch: int, max_stages: int, wishes: Wishes) -> Space:
+    """All shapes that fill the devices and that the wishes allow."""
+    shapes = []
+    for pp in divisors(num_devices):
+        if pp > max_stages or wishes.pp not in (None, pp):
+            continue
+        for dp, tp, tp2 in _sizes(num_devices // pp, wishes):
+            axes = [("dp", "data", dp), ("tp", "free", tp), ("tp2", "free", tp2)]
+            kept = [axis for axis in axes if axis[2] > 1] or [("dp", "data", 1)]
+            names, kinds, sizes = zip(*kept, strict=True)
+            shapes.append(Shape(num_stages=pp, names=names, kinds=kinds, sizes=sizes))  # type: ignore[arg-type]
+    if not shapes:
+        given = {name: value for name in ("dp", "tp", "tp2", "pp") if (value := getattr(wishes, name)) is not None}
+        raise PlanError(
+            "the pinned degrees do not fill the devices",
+            given=", ".join(f"{name}={value}" for name, value in given.items()) or f"{num_devices} devices",
+            required=f"degrees whose product divides {num_devices}, at most {max_stages} stages",
+            todo="change a degree or the number of devices",
+        )
+    micro = tuple(m for m in divisors(batch) if wishes.micro in (None, m))
+    if not micro:
+        raise PlanError(
+            "the batch does not divide into that many micro-batches",
+            given=f"{wishes.micro} micro-batches of a batch of {batch}",
+            required=f"one of {', '.join(map(str, divisors(batch)))}",
+        )
+    return Space(shapes=tuple(shapes), micro_batches=micro, description=_described(shapes, micro), wishes=wishes)
+
+
+def _sizes(num_devices: int, wishes: Wishes) -> Iterator[tuple[int, int, int]]:
+    """Sizes of the data axis and of two free axes, of which the first is not the smaller one unless they are pinned."""
+    for dp in divisors(num_devices):
+        if wishes.dp not in (None, dp):
+            continue
+        for tp in divisors(num_devices // dp):
+            tp2 = num_devices // dp // tp
+            is_named = wishes.tp is not None or wishes.tp2 is not None
+            if is_named and (tp != (wishes.tp or tp) or tp2 != (wishes.tp2 or (1 if wishes.tp else tp2))):
+                continue
+            if is_named or tp >= tp2:
+                yield dp, tp, tp2
+
+
+def _described(shapes: Sequence[Shape], micro: Sequence[int]) -> str:
+    stages = sorted({shape.num_stages for shape in shapes})
+    return (
+        f"{len(shapes)} shapes: {_listed(stages)} stages × a data axis × up to two free axes, on every placement; "
+        f"{_listed(micro)} micro-batches; per block every dim on every axis; per parameter replicated, ZeRO-1, -2 or "
+        "-3 over the data axis or one free axis"
+    )
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"

@@ -1,0 +1,234 @@
+"""Where to cut a model into stages, and how long a step takes then.
+
+With μ_s the seconds of stage s for one micro-batch, forward and backward, and σ_s what it does once a step, m micro-batches
+and one-forward-one-backward,
+
+    step = Σ_s μ_s + (m - 1) · max_s μ_s + max_s σ_s + Σ over cuts of the exchange there and back:
+
+the first micro-batch passes all stages, the others follow at the pace of the slowest. Stage s keeps the activations of
+min(p - s, m) micro-batches, so the first stages are the ones that lack memory.
+
+Every block comes with several *options*, from fast and large to slow and small: the solutions for a row of prices of
+memory. A stage takes an option for its first blocks and the next one for the others. For a pace every stage takes as many
+blocks as fit into its time and memory; the least pace at which all blocks are taken is found by bisection.
+
+For any cut, max ≥ mean gives  step ≥ (Σ_s ((m + p - 1) μ_s + σ_s)) / p: the bound that the search prunes with.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planloom.blocks import BlockGraph
+from planloom.search.conversions import Array
+
+_BISECTIONS, _CLOSE = 30, 1e-4
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class BlockFigures:
+    """One problem, block by block: seconds and bytes of what was chosen."""
+
+    micro_seconds: Array
+    step_seconds: Array
+    stored_bytes: Array
+    saved_bytes: Array
+    peak_bytes: Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageFigures:
+    """One stage: its first block, seconds a micro-batch and a step, and the bytes of a device by part."""
+
+    first_block: int
+    micro_seconds: float
+    step_seconds: float
+    stored_bytes: float
+    saved_bytes: float
+    peak_bytes: float
+    kept_micro: int
+
+    @property
+    def num_bytes(self) -> float:
+        return self.stored_bytes + self.kept_micro * self.saved_bytes + self.peak_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """The estimate of a plan: the sum over blocks and edges, put together by the formula above."""
+
+    step_seconds: float
+    stages: tuple[StageFigures, ...]
+    exchange_seconds: float
+
+    @property
+    def num_bytes(self) -> float:
+        """Of the fullest stage's devices."""
+        return max(stage.num_bytes for stage in self.stages)
+
+
+def cut_places(blocks: BlockGraph) -> tuple[int, ...]:
+    """The blocks at which a stage may begin: where two tensors cross at most, and no rows of experts."""
+    count = len(blocks.blocks)
+    crossing, rows = np.zeros(count + 1, dtype=int), np.zeros(count + 1, dtype=int)
+    for tensor, users in blocks.consumers.items():
+        if tensor in blocks.producer:
+            low, high = blocks.producer[tensor] + 1, max(users)
+            crossing[low] += 1
+            crossing[high + 1] -= 1
+            if blocks.graph.tensors[tensor].rows:
+                rows[low] += 1
+                rows[high + 1] -= 1
+    crossing, rows = np.cumsum(crossing), np.cumsum(rows)
+    allowed = [at for at in range(1, count) if not rows[at]]
+    fewest = min((crossing[at] for at in allowed), default=0)
+    return tuple(at for at in allowed if crossing[at] <= max(2, fewest))
+
+
+def kept_micro_batches(num_stages: int, num_micro: int) -> list[int]:
+    """How many micro-batches' activations each stage keeps under one-forward-one-backward."""
+    return [min(num_stages - s, num_micro) for s in range(num_stages)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """The first block of every stage, and for every block which option it takes."""
+
+    first_blocks: tuple[int, ...]
+    options: tuple[int, ...]
+
+
+def pack_stages(
+    options: Sequence[BlockFigures], places: Sequence[int], num_stages: int, num_micro: int, limit_bytes: float
+) -> Packing | None:
+    """The cut and the options with the least pace; None if nothing fits into memory."""
+    count = len(options[0].micro_seconds)
+    if len(places) + 1 < num_stages:
+        return None
+    packer = _Packer(options, np.array([0, *places, count]), num_stages, num_micro, limit_bytes)
+    slowest = max(float(time[-1]) for time in packer.time)
+    best = packer.pack(slowest)
+    if best is None:
+        return None
+    low, high = min(float(time[-1]) for time in packer.time) / num_stages, slowest
+    for _ in range(_BISECTIONS):
+        if high - low <= _CLOSE * high:
+            break
+        pace = (low + high) / 2
+        found = packer.pack(pace)
+        if found is None:
+            low = pace
+        else:
+            best, high = found, pace
+    return best
+
+
+@dataclass(frozen=True, slots=True)
+class _Reach:
+    """How far a stage gets: it takes option `first` up to `switch` and option `second` from there, up to `stop`."""
+
+    stop: int
+    first: int
+    second: int
+    switch: int
+
+
+class _Packer:
+    """Sums over blocks up to every edge (a place where a stage may begin), for every option."""
+
+    def __init__(
+        self,
+        options: Sequence[BlockFigures],
+        edges: NDArray[np.intp],
+        num_stages: int,
+        num_micro: int,
+        limit_bytes: float,
+    ) -> None:
+        self.edges, self.kept = edges, kept_micro_batches(num_stages, num_micro)
+        weight = num_micro + num_stages - 1  # what comes once a step counts as its share of a micro-batch
+        self.time = [_sums(o.micro_seconds + o.step_seconds / weight, edges) for o in options]
+        self.stored = [_sums(o.stored_bytes, edges) for o in options]
+        self.saved = [_sums(o.saved_bytes, edges) for o in options]
+        self.room = [limit_bytes - float(o.peak_bytes.max()) for o in options]
+
+    def pack(self, pace: float) -> Packing | None:
+        """Stages that take as much as they can; None if something is left over."""
+        at, last, first_edges = 0, len(self.edges) - 1, []
+        taken = np.zeros(int(self.edges[-1]), dtype=np.intp)
+        for s, kept in enumerate(self.kept):
+            limit = last - (len(self.kept) - s - 1)  # one for each stage that comes
+            reach = self._farthest(at, kept, pace, limit)
+            if reach is None or reach.stop <= at:
+                return None
+            first_edges.append(at)
+            taken[self.edges[at] : self.edges[reach.switch]] = reach.first
+            taken[self.edges[reach.switch] : self.edges[reach.stop]] = reach.second
+            at = reach.stop
+        if at < last:
+            return None
+        return Packing(
+            first_blocks=tuple(int(self.edges[i]) for i in first_edges), options=tuple(int(i) for i in taken)
+        )
+
+    def _farthest(self, at: int, kept: int, pace: float, limit: int) -> _Reach | None:
+        best: _Reach | None = None
+        for first in range(len(self.time)):
+            for second in (first, first + 1):
+                if second < len(self.time):
+                    found = self._reach(at, kept, pace, limit, first, second)
+                    if found is not None and (best is None or found.stop > best.stop):
+                        best = found
+            if best is not None and best.stop == limit:
+                break  # options are sorted by speed: this is the fastest that gets there
+        return best
+
+    def _reach(self, at: int, kept: int, pace: float, limit: int, first: int, second: int) -> _Reach | None:
+        """How far one option, and from some edge on another, get within time and memory."""
+        room = min(self.room[first], self.room[second])
+        switches = np.arange(at, limit + 1) if first != second else np.array([at])
+        held = self.stored[first] + kept * self.saved[first]
+        time_left = pace * (1 + 1e-12) - (self.time[first][switches] - self.time[first][at])
+        room_left = room - (held[switches] - held[at])
+        fits = (time_left >= 0) & (room_left >= 0)
+        if not fits.any():
+            return None
+        switches, time_left, room_left = switches[fits], time_left[fits], room_left[fits]
+        held, time = self.stored[second] + kept * self.saved[second], self.time[second]
+        stops = np.minimum(
+            np.searchsorted(time, time[switches] + time_left, side="right"),
+            np.searchsorted(held, held[switches] + room_left, side="right"),
+        )
+        stops = np.minimum(stops - 1, limit)
+        i = len(stops) - 1 - int(stops[::-1].argmax())  # the latest switch: as much of the faster one as possible
+        return _Reach(int(stops[i]), first, second, int(switches[i]))
+
+
+def _sums(values: Array, edges: NDArray[np.intp]) -> Array:
+    return np.concatenate([[0.0], np.cumsum(values)])[edges]
+
+
+def estimate_stages(
+    figures: BlockFigures, first_blocks: Sequence[int], num_micro: int, exchange_seconds: float
+) -> Estimate:
+    """The estimate of a cut."""
+    kept = kept_micro_batches(len(first_blocks), num_micro)
+    edges = [*first_blocks, len(figures.micro_seconds)]
+    stages = []
+    for s, start in enumerate(first_blocks):
+        own = slice(start, edges[s + 1])
+        stages.append(
+            StageFigures(
+                first_block=start,
+                micro_seconds=float(figures.micro_seconds[own].sum()),
+                step_seconds=float(figures.step_seconds[own].sum()),
+                stored_bytes=float(figures.stored_bytes[own].sum()),
+                saved_bytes=float(figures.saved_bytes[own].sum()),
+                peak_bytes=float(figures.peak_bytes[own].max()),
+                kept_micro=kept[s],
+            )
+        )
+    micro = [stage.micro_seconds for stage in stages]
+    step = sum(micro) + (num_micro - 1) * max(micro) + max(stage.step_seconds for stage in stages)
+    return Estimate(step_seconds=step + exchange_seconds, stages=tuple(stages), exchange_seconds=exchange_seconds)

@@ -1,0 +1,137 @@
+"""What one block costs a device by itself: seconds of its forward and backward, bytes that it keeps and needs.
+
+A block under a strategy is a run of one block: its price is that of such a run (`cost`), whichever axes split it. Only
+how many pieces each dim is cut into matters, the micro-batches' share of the batch included, so every such combination
+is priced once for all meshes, placements and equal layers.
+"""
+
+from dataclasses import dataclass
+
+from planloom.blocks import Block, BlockGraph
+from planloom.blocks.segments import block_fingerprint
+from planloom.cluster import Device
+from planloom.cost.memory import run_memory
+from planloom.cost.roofline import estimate_operations
+from planloom.layout import Digit, Layout
+from planloom.program import Program, Run, RunBlock, Slot, run_operations
+
+Pieces = tuple[int, ...]
+"""Into how many pieces every dim of a block is cut, in the order of its dims."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """One micro-batch of a block on one device. `saved_bytes`: kept from forward to backward, boundary tensors apart."""
+
+    forward_seconds: float
+    backward_seconds: float
+    saved_bytes: int
+    peak_bytes: int
+    uncertainty: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """Which tensors at its boundary a block keeps from forward to backward."""
+
+    inputs: frozenset[str]
+    outputs: frozenset[str]
+
+
+class WorkPrices:
+    """Prices of single blocks, each combination looked at once."""
+
+    def __init__(self, blocks: BlockGraph, device: Device, *, fused: bool) -> None:
+        self.blocks, self.device, self.fused = blocks, device, fused
+        self._known: dict[tuple[object, Pieces], Work] = {}
+        self._classes: dict[int, object] = {}
+
+    @property
+    def num_priced(self) -> int:
+        return len(self._known)
+
+    def class_of(self, block: Block) -> object:
+        """Equal for blocks with equal work."""
+        if block.index not in self._classes:
+            carried = tuple(self.blocks.graph.is_differentiable(name) for name in block.inputs)
+            self._classes[block.index] = (block_fingerprint(self.blocks, block), carried)
+        return self._classes[block.index]
+
+    def work(self, block: Block, pieces: Pieces) -> Work:
+        key = (self.class_of(block), pieces)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._price(block, pieces)
+        return found
+
+    def _price(self, block: Block, pieces: Pieces) -> Work:
+        run = single_run(self.blocks, block, pieces)
+        operations = run_operations(self.blocks, run, num_micro=1)
+        forward, backward = (
+            estimate_operations(self.blocks, run, operations, phase, self.device, fused=self.fused)
+            for phase in ("forward", "backward")
+        )
+        memory = run_memory(self.blocks, _program(run), run, fused=self.fused)
+        seconds = forward.seconds + backward.seconds
+        return Work(
+            forward_seconds=forward.seconds,
+            backward_seconds=backward.seconds,
+            saved_bytes=memory.saved_bytes,
+            peak_bytes=max(memory.forward_peak_bytes, memory.backward_peak_bytes),
+            uncertainty=(
+                (forward.seconds * forward.uncertainty + backward.seconds * backward.uncertainty) / seconds
+                if seconds
+                else 0.0
+            ),
+        )
+
+    def kept(self, block: Block) -> Kept:
+        """What a block keeps at its boundary; no split changes it."""
+        run = single_run(self.blocks, block, (1,) * len(block.dims))
+        memory = run_memory(self.blocks, _program(run), run, fused=self.fused)
+        inputs = zip(run.inputs, memory.saved_inputs, strict=True)
+        outputs = zip(run.outputs, memory.saved_outputs, strict=True)
+        return Kept(
+            inputs=frozenset(slot.tensor for slot, is_kept in inputs if is_kept),
+            outputs=frozenset(slot.tensor for slot, is_kept in outputs if is_kept),
+        )
+
+
+def single_run(blocks: BlockGraph, block: Block, pieces: Pieces) -> Run:
+    """A run of one block whose dims are cut into so many pieces."""
+    digits = {
+        dim.name: Digit(axis=dim.name, index=0, size=count)
+        for dim, count in zip(block.dims, pieces, strict=True)
+        if count > 1
+    }
+
+    def slot(tensor: str, *, carries: bool) -> Slot:
+        sizes = blocks.graph.tensors[tensor].sizes
+        splits: list[tuple[Digit, ...]] = [()] * len(sizes)
+        for dim in block.dims:
+            if dim.name in digits and tensor in dim.shards:
+                splits[dim.shards[tensor]] += (digits[dim.name],)
+        layout = Layout(splits=tuple(splits))
+        return Slot(tensor=tensor, layout=layout, cotangent=layout if carries else None, sizes=sizes)
+
+    is_differentiable = blocks.graph.is_differentiable
+    gives = any(is_differentiable(tensor) for tensor in block.outputs)
+    read = (*block.inputs, *block.parameters)
+    part = RunBlock(
+        block=block.index,
+        splits=tuple((name, (digit,)) for name, digit in digits.items()),
+        timed_dim="",
+        reads={tensor: i for i, tensor in enumerate(read)},
+        passes_partial=block.is_source,
+    )
+    return Run(
+        index=0,
+        stage=0,
+        blocks=(part,),
+        inputs=tuple(slot(tensor, carries=gives and is_differentiable(tensor)) for tensor in read),
+        outputs=tuple(slot(tensor, carries=is_differentiable(tensor)) for tensor in block.outputs),
+    )
+
+
+def _program(run: Run) -> Program:
+    return Program(plan_name="", num_micro_batches=1, stages=(), runs=(run,))

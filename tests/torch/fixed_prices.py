@@ -1,0 +1,62 @@
+"""Prices that make the time of a step a closed form."""
+
+from dataclasses import dataclass
+
+import torch
+
+from planloom.blocks import BlockGraph
+from planloom.cluster import Cluster, load_cluster
+from planloom.collective import Step
+from planloom.cost import Price, RunMemory
+from planloom.cost.memory import run_memory
+from planloom.program import Program, Run, StageProgram, Transfer
+from tests.torch.captured import captured
+
+
+@dataclass
+class FixedPrices:
+    """Forward one second a stage and micro-batch, backward two, everything else as told."""
+
+    program: Program
+    on: str = "two-by-two"
+    of: BlockGraph | None = None
+    """The model; the small GPT if it is not said."""
+    exchange_seconds: float = 0.0
+    step_seconds: float = 0.0
+    update_seconds: float = 0.0
+    level: int = -1
+    """The level whose wires all communication keeps busy; none."""
+    compute_slowdown: float = 1.0
+    communication_slowdown: float = 1.0
+
+    @property
+    def blocks(self) -> BlockGraph:
+        return self.of or captured("gpt", torch.float32).blocks
+
+    @property
+    def cluster(self) -> Cluster:
+        return load_cluster(self.on)
+
+    def run_memory(self, program: Program, run: Run) -> RunMemory:
+        return run_memory(self.blocks, program, run, fused=False)
+
+    def update_bytes(self, stage: StageProgram) -> int:
+        return 0
+
+    def run(self, program: Program, run: Run, phase: str) -> Price:
+        count = sum(1 for other in program.runs if other.stage == run.stage)
+        return Price(seconds=(1.0 if phase == "forward" else 2.0) / count, source="measured")
+
+    def step(self, step: Step, num_bytes: int) -> Price:
+        busy = ((self.level, self.step_seconds),) if self.level >= 0 else ()
+        return Price(seconds=self.step_seconds, source="modelled", busy=busy)
+
+    def exchange(self, transfers: tuple[Transfer, ...], item_bytes: int) -> Price:
+        busy = ((self.level, self.exchange_seconds),) if self.level >= 0 else ()
+        return Price(seconds=self.exchange_seconds, source="modelled", busy=busy)
+
+    def memory(self, num_bytes: int) -> Price:
+        return Price(seconds=0.0, source="modelled")
+
+    def update(self, program: Program, stage: int) -> Price:
+        return Price(seconds=self.update_seconds, source="measured")
