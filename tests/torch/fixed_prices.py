@@ -18,7 +18,6 @@ class FixedPrices:
     """Forward one second a stage and micro-batch, backward two, everything else as told."""
 
     program: Program
-    on: str = "two-by-two"
     of: BlockGraph | None = None
     """The model; the small GPT if it is not said."""
     exchange_seconds: float = 0.0
@@ -28,6 +27,7 @@ class FixedPrices:
     """The level whose wires all communication keeps busy; none."""
     compute_slowdown: float = 1.0
     communication_slowdown: float = 1.0
+    on: str = "two-by-two"
 
     @property
     def blocks(self) -> BlockGraph:

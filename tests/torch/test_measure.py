@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import NormalDist
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from planloom.plan import named_plan, parse_named
 from planloom.profile import capacity, is_measured, local_store, measure_programs, missing_runs, require_device
 from planloom.profile.examples import example_tensors
 from planloom.profile.runs import RunBench
-from planloom.profile.timing import time_phases
+from planloom.profile.timing import deviation, time_phases
 from planloom.profile.work import COVERED_RATIO, uncovered
 from planloom.program import Program, build_program
 from tests.dist.cases import captured
@@ -138,6 +139,13 @@ def test_phases_are_timed_each_by_itself() -> None:
     timings = time_phases({"short": lambda: time.sleep(0.001), "long": lambda: time.sleep(0.01)}, CPU, budget_seconds=0)
     assert 0.001 <= timings["short"].seconds < 0.01 <= timings["long"].seconds
     assert timings["long"].spread >= 0
+
+
+def test_a_spread_is_one_standard_deviation_whatever_the_outliers() -> None:
+    samples = [NormalDist(mu=3.0, sigma=0.25).inv_cdf((i + 0.5) / 100) for i in range(100)]
+    assert deviation(samples) == pytest.approx(0.25, rel=0.02)
+    assert deviation([*samples, 60.0]) == pytest.approx(0.25, rel=0.03)
+    assert deviation([1.0, 1.0]) == 0.0
 
 
 def test_a_device_that_is_not_there_is_refused() -> None:

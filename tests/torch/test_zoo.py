@@ -179,7 +179,8 @@ def test_rows_are_moved_by_their_own_mask_or_not_at_all() -> None:
     spec = batch_spec(build("zoo/mixtral", torch.float64)[1])
     program = build_program(model.blocks, named_plan(model.blocks, parse_named("dp=2,experts"), batch=spec))
     stage = program.stages[0]
-    moves = [(name, i, c) for name, body in stage.bodies.items() for i, c in enumerate(body)
+    called = {call.body: stage.bodies[call.body] for call in stage.calls}
+    moves = [(name, i, c) for name, body in called.items() for i, c in enumerate(body)
              if isinstance(c, Collective) and c.rows is not None]  # fmt: skip
     masks = {c.rows for _, _, c in moves}
     assert len(moves) == 8  # two layers, to the experts and back, forward and backward

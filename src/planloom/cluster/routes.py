@@ -86,20 +86,24 @@ def exchange_seconds(cluster: Cluster, messages: Sequence[Message]) -> float:
 
 def _crossbar_seconds(cluster: Cluster, messages: Sequence[Message]) -> float:
     """The same where every level is a crossbar: without coordinates, for exchanges of thousands of devices."""
-    insides, inside = [], cluster.num_devices
+    latency, slowest, inside, rest = 0.0, 0.0, cluster.num_devices, messages
     for level in cluster.levels:
         inside //= level.count
-        insides.append((inside, inside if level.link.shared else 1))
-    loads: dict[tuple[int, bool, int], float] = {}
-    crossed: set[int] = set()
-    for source, target, num_bytes in messages:
-        for index, (inside, sharing) in enumerate(insides):
-            if source // inside != target // inside:
-                crossed.add(index)
-                for key in ((index, True, source // sharing), (index, False, target // sharing)):
-                    loads[key] = loads.get(key, 0.0) + num_bytes
-                break
-    links = [level.link for level in cluster.levels]
-    latency = max((links[index].hop_of("exchange") for index in crossed), default=0.0)
-    rates = {i: links[i].bandwidth_bytes_per_second * links[i].efficiency_of("exchange", 2) for i in crossed}
-    return latency + max((num_bytes / rates[key[0]] for key, num_bytes in loads.items()), default=0.0)
+        crossing = [message for message in rest if message[0] // inside != message[1] // inside]
+        if not crossing:
+            continue
+        if len(crossing) < len(rest):
+            rest = [message for message in rest if message[0] // inside == message[1] // inside]
+        else:
+            rest = ()
+        link, sharing = level.link, inside if level.link.shared else 1
+        sent: dict[int, float] = {}
+        received: dict[int, float] = {}
+        for source, target, num_bytes in crossing:
+            out, into = source // sharing, target // sharing
+            sent[out] = sent.get(out, 0.0) + num_bytes
+            received[into] = received.get(into, 0.0) + num_bytes
+        rate = link.bandwidth_bytes_per_second * link.efficiency_of("exchange", 2)
+        latency = max(latency, link.hop_of("exchange"))
+        slowest = max(slowest, max(sent.values()) / rate, max(received.values()) / rate)
+    return latency + slowest

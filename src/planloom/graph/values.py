@@ -12,7 +12,7 @@ vector-Jacobian product of its local forward function.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from planloom.graph.rules import Rule
@@ -50,6 +50,12 @@ def referenced(arg: Arg) -> Iterator[str]:
             yield from referenced(item)
 
 
+@cache
+def _item_bytes(dtype: str) -> int:
+    bits = "".join(c for c in dtype.split("_")[0] if c.isdigit())
+    return int(bits) // 8 if bits else 1
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
     """A tensor: `factors[i]` are the sizes of the factors of dim i, major to minor.
@@ -73,8 +79,7 @@ class Tensor:
     @property
     def item_bytes(self) -> int:
         """Bytes of one element."""
-        bits = "".join(c for c in self.dtype.split("_")[0] if c.isdigit())
-        return int(bits) // 8 if bits else 1
+        return _item_bytes(self.dtype)
 
     @property
     def is_float(self) -> bool:

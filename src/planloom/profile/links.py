@@ -26,7 +26,7 @@ from planloom.cost.keys import (
 from planloom.execute.bundle import step_on_rows
 from planloom.execute.wire import Wire
 from planloom.profile.runs import Measured, RunBench
-from planloom.profile.timing import Function, slowest, start_together, time_phases
+from planloom.profile.timing import Function, deviation, slowest, start_together, time_phases
 from planloom.profile.work import Collectives, Exchanges
 from planloom.program import Transfer
 
@@ -110,7 +110,7 @@ def measure_overlap(wire: Wire, bench: RunBench, device: torch.device, *, budget
     found = []
     for i in range(2):
         values = slowest([pair[i] for pair in ratios])
-        found.append((max(1.0, statistics.median(values)), statistics.stdev(values)))
+        found.append((max(1.0, statistics.median(values)), deviation(values)))
     return {OVERLAP_COMPUTE_KEY: found[0], OVERLAP_COMMUNICATION_KEY: found[1]}
 
 

@@ -27,6 +27,7 @@ BUDGET_SECONDS = 0.5  # of all samples of one measurement, unless five repetitio
 MIN_SAMPLES, MAX_SAMPLES = 5, 10
 SAMPLE_SECONDS = {"cpu": 0.05, "cuda": 0.05}
 MAX_REPETITIONS = {"cpu": 200, "cuda": 20}  # a CUDA stream takes about a thousand kernels before its host waits
+_NORMAL_SHARE = 1.4826  # of a normal distribution, its standard deviation over the median distance from its median
 _BUSY_SECONDS = 0.05  # several times what a host takes to start a run
 SUSTAINED_SECONDS = {"cpu": 0.0, "cuda": 0.6}
 _PLUG_ELEMENTS = 4096  # a product of square matrices of this size is 0.2 ms on an H200: a unit of keeping it busy
@@ -69,8 +70,14 @@ def time_phases(
         seconds = flat[2 * i :: 2 * len(phases)]
         host = flat[2 * i + 1 :: 2 * len(phases)]
         middle = statistics.median(seconds)
-        found[name] = Timing(seconds=middle, spread=statistics.stdev(seconds), host_seconds=statistics.median(host))
+        found[name] = Timing(seconds=middle, spread=deviation(seconds), host_seconds=statistics.median(host))
     return found
+
+
+def deviation(samples: Sequence[float]) -> float:
+    """One standard deviation of samples by their median distance from the median, to which outliers do not matter."""
+    middle = statistics.median(samples)
+    return _NORMAL_SHARE * statistics.median(abs(sample - middle) for sample in samples)
 
 
 def slowest(numbers: Sequence[float]) -> list[float]:

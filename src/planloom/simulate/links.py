@@ -42,11 +42,13 @@ class Links:
         self, stage: int, busy: Mapping[int, float], seconds: float, groups: Iterable[tuple[int, ...]]
     ) -> Loads:
         """The loads of a collective on these groups of a stage's devices."""
-        pairs = [(a, b) for group in groups for a, b in zip(group, (*group[1:], group[0]), strict=True)]
         loads: Loads = {}
         for level, at in busy.items():
             load = min(1.0, at / seconds) if seconds else 0.0
-            both = [*pairs, *((b, a) for a, b in pairs)] if self._is_routed(level) else []
+            both: list[tuple[int, int]] = []
+            if self._is_routed(level):
+                pairs = [(a, b) for group in groups for a, b in zip(group, (*group[1:], group[0]), strict=True)]
+                both = [*pairs, *((b, a) for a, b in pairs)]
             links = [*self._at(level, stage, "out", both), *self._at(level, stage, "in", ())]
             loads.update(dict.fromkeys(links, load))
         return self._used(loads, stage)

@@ -89,12 +89,16 @@ def role_memory(program: Program, stage: int, prices: Prices, sizes: Mapping[Buf
     walk = _Walk(program, stage, prices, sizes)
     kinds = walk.kinds_of_calls()
     live, peak, when = dict(walk.before), dict(walk.before), "before the step"
+    rises = {kind: sum(memory.peak.values()) for kind, memory in kinds.items()}
+    added = {kind: [(part, count) for part, count in memory.added.items() if count] for kind, memory in kinds.items()}
+    most = sum(live.values())
     for call, kind in zip(own.calls, _kinds(own.calls), strict=True):
-        memory = kinds[kind]
-        highest = _plus(live, memory.peak)
-        if sum(highest.values()) > sum(peak.values()):
-            peak, when = highest, memory.when + (f" of micro-batch {call.micro}" if call.micro >= 0 else "")
-        live = _plus(live, memory.added)
+        memory, reached = kinds[kind], sum(live.values()) + rises[kind]
+        if reached > most:
+            peak, most = _plus(live, memory.peak), reached
+            when = memory.when + (f" of micro-batch {call.micro}" if call.micro >= 0 else "")
+        for part, num_bytes in added[kind]:
+            live[part] = live.get(part, 0) + num_bytes
     parts = {part: peak.get(part, 0) for part in PARTS if peak.get(part, 0)}
     return RoleMemory(devices=own.mesh.devices, peak_bytes=sum(parts.values()), parts=parts, when=when)
 
@@ -200,9 +204,8 @@ class _Walk:
             case Collective() | Coalesced():
                 self._start(instruction, micro)
             case Send(source=source, transfers=transfers, sizes=sizes):
-                whole = all(all(a == 0 and b == n for (a, b), n in zip(t.source_box, sizes, strict=True))
-                            for t in transfers)  # fmt: skip
-                if not whole:
+                whole = tuple((0, size) for size in sizes)
+                if any(t.source_box != whole for t in transfers):
                     working = self._make(self.sizes[source], "communication")
                     self.arriving[_place(source, micro)] = _Arrival(working, -1)
             case Receive(target=target):

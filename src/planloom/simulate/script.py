@@ -276,9 +276,13 @@ class ScriptWriter:
 
 def axis_of(mesh: Mesh, groups: tuple[tuple[int, ...], ...]) -> str:
     """The axes of a mesh along which the members of a group differ."""
-    first, *others = (mesh.coordinates(device) for device in groups[0])
-    digits = {digit for other in others for digit in other if other[digit] != first[digit]}
-    return "·".join(axis.name for axis in mesh.axes if digits.intersection(axis.digits))
+    place_of = {device: place for place, device in enumerate(mesh.devices)}
+    places, stride, differing = [place_of[device] for device in groups[0]], 1, set[str]()
+    for digit in reversed(mesh.digits):
+        if len({place // stride % digit.size for place in places}) > 1:
+            differing.add(digit.axis)
+        stride *= digit.size
+    return "·".join(axis.name for axis in mesh.axes if axis.name in differing)
 
 
 def _joined(first: Busy, second: Busy) -> Busy:

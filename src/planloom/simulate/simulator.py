@@ -4,8 +4,10 @@ All devices of a stage do the same, so one of them stands for all: a role. `scri
 prices, `engine` carries all roles out on one clock, `memory` finds what each holds when.
 """
 
+import gc
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from math import prod
 
 from planloom.cost import Prices
@@ -25,6 +27,26 @@ _MAX_EVENTS = 100_000
 
 def simulate(program: Program, prices: Prices, *, with_events: bool = True) -> Timeline:
     """The timeline of one step, one device for each stage."""
+    with _not_collecting():
+        return _simulate(program, prices, with_events=with_events)
+
+
+@contextmanager
+def _not_collecting() -> Iterator[None]:
+    """Without Python's collector of cycles: none are made here, and it would go through the whole captured model.
+
+    That took 0.3 of 0.95 s for Llama-3-405B on 16,384 devices ([Empirical] 2 vCPU AMD EPYC, 2026-11-18).
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _simulate(program: Program, prices: Prices, *, with_events: bool) -> Timeline:
     started = time.perf_counter()
     graph = prices.blocks.graph
     sizes = [buffer_bytes(graph, program, s) for s in range(len(program.stages))]
