@@ -87,12 +87,12 @@ def find_recomputations(
         segment = segment_of[run.blocks[0].block]  # a run ends where a segment does
         if segment in chosen:
             groups.setdefault((run.stage, segment), []).append(run)
-    found = []
+    found, masks = [], masks_of(blocks.graph)
     for (_, segment), members in groups.items():
         inside = {slot.tensor: run for run in members for slot in run.outputs}
         saving = {r.index for r in members if r.index in with_backward and not _keeps_little(blocks, r, members)}
         if saving:
-            needed = _needed(members, saving, inside, masks_of(blocks.graph))
+            needed = _needed(members, saving, inside, masks)
             found.append(Recomputation(segment=segment, runs=tuple(sorted(needed)), saving=frozenset(saving)))
     return tuple(found)
 
