@@ -1,5 +1,6 @@
 """Corruptions of recomputations: the errors that a planner could make in programs that recompute segments."""
 
+import re
 from dataclasses import fields, replace
 from random import Random
 from typing import TypeVar
@@ -8,7 +9,7 @@ from planloom.program import Buffer, Forward, Instruction, Program
 from tests.corruptions import Corruption, Spot, change, choose, find, free_earlier, with_body
 
 Item = TypeVar("Item")
-_SUFFIX = ":again"
+_SUFFIX = re.compile(r":again\d+")
 """In the names of buffers that a recomputation makes."""
 
 
@@ -47,13 +48,13 @@ def recompute_from_forward(program: Program, random: Random) -> Program | None:
         (spot, forward, i)
         for spot, forward in _again(program)
         for i, buffer in enumerate(forward.inputs)
-        if _SUFFIX in buffer.name
+        if _SUFFIX.search(buffer.name)
     ]
     chosen = choose(random, spots)
     if chosen is None:
         return None
     spot, forward, i = chosen
-    old = replace(forward.inputs[i], name=forward.inputs[i].name.replace(_SUFFIX, ""))
+    old = replace(forward.inputs[i], name=_SUFFIX.sub("", forward.inputs[i].name))
     return change(program, spot, replace(forward, inputs=(*forward.inputs[:i], old, *forward.inputs[i + 1 :])))
 
 
@@ -64,7 +65,7 @@ def keep_one_for_all_micro_batches(program: Program, random: Random) -> Program 
             (spot.stage, buffer)
             for spot, forward in _again(program)
             for buffer in forward.inputs
-            if buffer.indexed and _SUFFIX not in buffer.name
+            if buffer.indexed and not _SUFFIX.search(buffer.name)
         }
     )
     chosen = choose(random, kept)

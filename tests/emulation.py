@@ -10,10 +10,11 @@ program means what this computes, in the worst of the orders that the program al
 - messages from one device to another on one channel meet in their order, first in, first out;
 - a parameter that is gathered for each use has one storage: what a run saved of it is NaN while it is freed.
 
-Three things belong to the meaning though results may not depend on them:
+Four things belong to the meaning though results may not depend on them:
 
 - a statistic that a run is given: a softmax is the same for any maximum that its devices agree on;
 - a gathered parameter during a backward: the cotangents of a sum do not depend on its summands;
+- what a run is given when it is recomputed: likewise;
 - the factor sizes of what a collective makes: beside a factor of one element, another may hold the same array.
 
 Programs that read what is not there, or that cannot go on, raise `BrokenError`.
@@ -266,9 +267,9 @@ class Emulation:
             case Forward(run=run, inputs=inputs, outputs=outputs, saves=saves, again=again):
                 local, values = self._local_run(s, device, run), [get(buffer) for buffer in inputs]
                 for slot, value in zip(self.program.runs[run].inputs, values, strict=True):
-                    if slot.cotangent is None:
-                        when = f"in run {run} of {micro}" + " again" * again
-                        self._further["statistic", device, f"{slot.tensor} {when}"] = value
+                    if again or slot.cotangent is None:
+                        kind = "recomputed" if again else "statistic"
+                        self._further[kind, device, f"{slot.tensor} in run {run} of {micro}"] = value.clone()
                 vjp = _checked(lambda: RunVjp(local, values, self._given, micro))
                 if saves:
                     self._saved[device, run, micro] = vjp, [buffer for buffer in inputs if buffer in self._gathers]

@@ -76,7 +76,13 @@ def require_equal(model: str, plan: str, dtype: torch.dtype, runs: CompiledRuns,
 
 @pytest.mark.parametrize(
     ("model", "plan"),
-    [("gpt", "micro=2"), ("gpt", "tp=2,vocab"), ("llama", "dp=2,zero3"), ("llama", "pp=2,micro=2")],
+    [
+        ("gpt", "micro=2"),
+        ("gpt", "tp=2,vocab"),
+        ("llama", "dp=2,zero3"),
+        ("llama", "pp=2,micro=2"),
+        ("gpt-deep", "dp=2,zero3,recompute"),
+    ],
 )
 def test_compiled_equals_eager(model: str, plan: str) -> None:
     runs = CompiledRuns(aot_eager)

@@ -21,7 +21,7 @@ from tests.judging import (
 )
 
 RECOMPUTED = [
-    "tp=2,vocab,micro=2 again",
+    "dp=2,tp=2,vocab,micro=2 again",
     "dp=2,zero3,micro=2 again",
     "pp=2,tp=2,sequence,vocab,micro=2,1f1b again",
     "pp=2,micro=4,gpipe again",
@@ -61,7 +61,7 @@ def test_many_corruptions_of_recomputations(corruption: Corruption) -> None:
 
 def test_a_recomputation_that_is_missing_is_missed_by_its_backward() -> None:
     """The last of a segment, whose results nobody reads: only its backward can tell."""
-    case = prepare("gpt", "tp=2,vocab,micro=2 again", respelled=False)
+    case = prepare("gpt", "dp=2,tp=2,vocab,micro=2 again", respelled=False)
     read = {b for stage in case.program.stages for i in stage.bodies["backward"] for b in _sources(i)}
     found = ((s, f) for s, f in find(case.program, Forward) if f.again and not read.intersection(f.outputs))
     spot, forward = next(found)
@@ -77,7 +77,7 @@ def _sources(instruction: Instruction) -> tuple[Buffer, ...]:
 
 
 def test_a_recomputation_reads_a_buffer_that_the_forward_has_freed() -> None:
-    case = prepare("gpt", "tp=2,vocab,micro=2 again", respelled=False)
+    case = prepare("gpt", "dp=2,tp=2,vocab,micro=2 again", respelled=False)
     program = recompute_from_forward(case.program, Random(0))
     assert program is not None
     assert is_changed(case, program)

@@ -16,6 +16,7 @@ from tests.dist.cases import captured
 from tests.emulation import Emulation
 from tests.models import build
 from tests.torch.equality import require_equal_to_one_device
+from tests.zoo import SMALL
 
 LAYERS = [
     "dp=2",
@@ -35,9 +36,11 @@ LAYERS = [
     "pp=2,dp=2,zero2,micro=2,gpipe",
     "pp=2,dp=2,zero1,micro=2,1f1b",
 ]
-OTHERS = ["tp=2,sequence,vocab", "dp=2,zero3,micro=2", "pp=2,tp=2,micro=2,1f1b"]
+OTHERS = ["tp=2,sequence,vocab", "dp=2,zero3"]
+IN_TIME = ["dp=2,zero3,micro=2", "pp=2,tp=2,micro=2,1f1b"]
 EXPERTS = ["dp=2,experts", "dp=2,tp=2,experts,vocab", "dp=2,experts,zero2,micro=2", "dp=4,experts,zero3"]
-OTHER_MODELS = ("gpt2", "mixtral", "t5", "bert", "vit", "swin", "qwen3_moe", "deepseek_v3", "gpt_oss", "evoformer")
+MIXING = ("clip", "gshard_moe")
+"""Models that compare the samples of a batch with each other: they have no micro-batches."""
 WITH_EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
 FAST = {
     ("gpt2", "tp=2,sequence,vocab"),
@@ -85,12 +88,17 @@ def test_layers_are_recomputed_and_equal_to_one_device(model: str, spec: str) ->
     assert sorted(saving) == sorted(taken), "what is saved is what a backward takes, once"
 
 
+def plans_of(model: str) -> list[str]:
+    in_time, of_experts = IN_TIME if model not in MIXING else [], EXPERTS if model in WITH_EXPERTS else []
+    return [*OTHERS, *in_time, *of_experts]
+
+
 @pytest.mark.parametrize(
     ("model", "spec"),
     [
         pytest.param(model, spec, marks=() if (model, spec) in FAST else pytest.mark.slow)
-        for model in OTHER_MODELS
-        for spec in (*OTHERS, *(EXPERTS if model in WITH_EXPERTS else ()))
+        for model in SMALL
+        for spec in plans_of(model)
     ],
 )
 def test_every_segment_of_other_models(model: str, spec: str) -> None:

@@ -259,7 +259,7 @@ class _Builder:
                 inputs.append(stage.held[use][0])
             else:
                 inputs.append(gathered.get(use) or self._parameter(run.stage, slot))
-        outputs = tuple(Buffer(name=f"{slot.tensor}:again", indexed=True) for slot in run.outputs)
+        outputs = tuple(Buffer(name=again.what.name(slot.tensor), indexed=True) for slot in run.outputs)
         saves = run.index in again.what.saving
         body.append(Forward(run=run.index, inputs=tuple(inputs), outputs=outputs, saves=saves, again=True))
         body += [Free(buffer=buffer) for use, buffer in gathered.items() if use not in stage.held]
@@ -277,7 +277,7 @@ class _Builder:
                 kept = self._kept_layout(s, slot, again.what)
                 again.values[slot.tensor, kept] = values[slot.tensor, kept]
             before = next(layout for tensor, layout in again.values if tensor == slot.tensor)
-            name = f"{slot.tensor}:again@{slot.layout}"
+            name = f"{again.what.name(slot.tensor)}@{slot.layout}"
             again.values[use] = self.connections.change(
                 again.body, s, slot, again.values[slot.tensor, before], before, slot.layout, name
             )

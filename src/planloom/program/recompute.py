@@ -52,8 +52,13 @@ _KEEPS_ITS_INPUT = frozenset({"aten.pow.Tensor_Scalar", "aten.layer_norm.default
 class Recomputation:
     """One recomputed segment of one stage: the runs that are carried out again, in order, and which of them save."""
 
+    segment: int
     runs: tuple[int, ...]
     saving: frozenset[int]
+
+    def name(self, tensor: str) -> str:
+        """A tensor as it is made again here. Another segment may bring the same tensor into the same layout again."""
+        return f"{tensor}:again{self.segment}"
 
     @property
     def first_backward(self) -> int:
@@ -82,13 +87,13 @@ def find_recomputations(
         segment = segment_of[run.blocks[0].block]  # a run ends where a segment does
         if segment in chosen:
             groups.setdefault((run.stage, segment), []).append(run)
-    found = []
-    for members in groups.values():
+    found, masks = [], masks_of(blocks.graph)
+    for (_, segment), members in groups.items():
         inside = {slot.tensor: run for run in members for slot in run.outputs}
         saving = {r.index for r in members if r.index in with_backward and not _keeps_little(blocks, r, members)}
         if saving:
-            needed = _needed(members, saving, inside, masks_of(blocks.graph))
-            found.append(Recomputation(runs=tuple(sorted(needed)), saving=frozenset(saving)))
+            needed = _needed(members, saving, inside, masks)
+            found.append(Recomputation(segment=segment, runs=tuple(sorted(needed)), saving=frozenset(saving)))
     return tuple(found)
 
 
