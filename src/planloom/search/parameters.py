@@ -10,7 +10,8 @@ partial over the axes that split the block but not the parameter:
 | ZeRO-2 over n       | reduce-scatter                                    | all-gather                   | b + 4 b/n        |
 | ZeRO-3 over n       | all-gather twice, reduce-scatter                  |                              | 4 b/n            |
 
-a reduction being followed by an all-reduce over the other axes, and in every case the update. Bytes held: parameter,
+a reduction being followed by an all-reduce over the other axes, and in every case the update, and the addition to the
+gradient's sum at every micro-batch but the first. Bytes held: parameter,
 gradient, the two moments of AdamW in the parameter's dtype, and with ZeRO-1 and -2 the shard that is updated before it is
 gathered. While a whole parameter is gathered, or its gradient scattered, three times its bytes are in work.
 
@@ -29,7 +30,7 @@ from numpy.typing import NDArray
 
 from planloom.blocks import Block, BlockGraph
 from planloom.cluster import Device
-from planloom.cost.roofline import update_seconds
+from planloom.cost.roofline import memory_seconds, update_seconds
 from planloom.plan import StorageKind
 from planloom.search.conversions import Array, MeshBatch, reduction_seconds
 from planloom.search.strategies import Strategies
@@ -76,6 +77,12 @@ def update_seconds_per_byte(device: Device) -> float:
     return (large - small) / (2 * _SIZE)
 
 
+def addition_seconds_per_byte(device: Device) -> float:
+    """Of adding to a sum of gradients, for every byte of it: two are read and one is written."""
+    small, large = (memory_seconds(3 * n, device).seconds for n in (_SIZE, 2 * _SIZE))
+    return (large - small) / _SIZE
+
+
 def parameter_tables(
     blocks: BlockGraph,
     block: Block,
@@ -84,15 +91,18 @@ def parameter_tables(
     options: tuple[StorageOption, ...],
     forward: Array,
     backward: Array,
+    num_micro: NDArray[np.intp],
 ) -> ParameterTables:
     """`forward` and `backward`: the seconds of the block's own computation, of shape (problems, strategies)."""
     shape = (len(options), *forward.shape)
     micro, step, stored, working = (np.zeros(shape) for _ in range(4))
     per_byte = update_seconds_per_byte(mesh.device)
+    added = addition_seconds_per_byte(mesh.device) * ((num_micro - 1) / num_micro)[:, None]
     for i, option in enumerate(options):
         traffic = _Traffic(blocks, block, strategies, mesh, option, forward.shape)
         micro[i] = np.maximum(0.0, traffic.gathered - _MEANWHILE * forward)
         micro[i] += np.maximum(0.0, traffic.gathered + traffic.scattered - _MEANWHILE * backward)
+        micro[i] += added * traffic.gradient_bytes
         step[i] = np.maximum(0.0, traffic.reduced - backward) + traffic.updated + per_byte * traffic.updated_bytes
         stored[i], working[i] = traffic.stored_bytes, traffic.working_bytes
         micro[i, :, ~traffic.is_possible] = np.inf
@@ -116,7 +126,8 @@ class _Traffic:
         self.mesh, self.option = mesh, option
         self.gathered, self.scattered = np.zeros(shape), np.zeros(shape)  # a micro-batch: each gather, each reduction
         self.reduced, self.updated = np.zeros(shape), np.zeros(shape)  # a step: before the update, after it
-        self.updated_bytes, self.stored_bytes, self.working_bytes = (np.zeros(shape) for _ in range(3))
+        self.updated_bytes, self.stored_bytes = np.zeros(shape), np.zeros(shape)
+        self.working_bytes, self.gradient_bytes = np.zeros(shape), np.zeros(shape)
         self.is_possible = np.ones(shape[1], dtype=bool)
         is_sharded_once = np.zeros(shape[1], dtype=bool)
         for name in block.parameters:
@@ -178,4 +189,5 @@ class _Traffic:
         extra = np.where(shards & (kind in ("zero1", "zero2")), part, 0.0)
         held = part if kind == "zero3" else own
         gradient = part if kind in ("zero2", "zero3") else own
+        self.gradient_bytes += gradient
         self.stored_bytes += held + gradient + _MOMENTS * part + extra

@@ -153,6 +153,7 @@ class Tables:
             tables = parameter_tables(
                 self.network.blocks, block, strategies, self.mesh, self.options,
                 np.where(np.isfinite(forward), forward, 0.0), np.where(np.isfinite(backward), backward, 0.0),
+                self.num_micro,
             )  # fmt: skip
             parameters = tables
         return UnaryTables(
