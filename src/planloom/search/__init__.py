@@ -1,5 +1,28 @@
-"""`blocks` × `Cluster` × cost → `Plan`: here, exhaustive over the library of named plans and their placements."""
+"""`blocks` × `Cluster` × cost → `Plan`: the best plan by elimination over the block graph, with a certificate."""
 
+from planloom.search.best import Best, LeastMemory, find_best, least_memory
 from planloom.search.exhaustive import Candidate, LazyPlans, candidate_plans, plan_lazily, price_plans
+from planloom.search.finalists import Finalist
+from planloom.search.finished import estimate_plan
+from planloom.search.planner import Certificate, Planner
+from planloom.search.space import BlockPin, Wishes
+from planloom.search.stages import Estimate
 
-__all__ = ["Candidate", "LazyPlans", "candidate_plans", "plan_lazily", "price_plans"]
+__all__ = [
+    "Best",
+    "BlockPin",
+    "Candidate",
+    "Certificate",
+    "Estimate",
+    "Finalist",
+    "LazyPlans",
+    "LeastMemory",
+    "Planner",
+    "Wishes",
+    "candidate_plans",
+    "estimate_plan",
+    "find_best",
+    "least_memory",
+    "plan_lazily",
+    "price_plans",
+]

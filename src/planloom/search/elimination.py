@@ -20,7 +20,7 @@ All tables have a leading axis: the problems of the batch, alike in structure, d
 """
 
 from collections import ChainMap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -120,6 +120,30 @@ def minimize(segments: Sequence[SegmentTables], sizes: Mapping[int, int]) -> Min
     return Minimum(totals=total, variables=variables, alternatives=alternatives)
 
 
+def largest_table(segments: Sequence[SegmentTables], sizes: Mapping[int, int]) -> int:
+    """How many numbers the largest table has that elimination makes for one problem."""
+    largest, message = 1, list[frozenset[int]]()
+    for segment in segments:
+        tables = [*message, *(frozenset(table.variables) for table in segment.tables)]
+        waiting = _waiting(segment)
+        while waiting:
+            own = {v: frozenset().union(*(t for t in tables if v in t)) for v in waiting}
+            variable = min(waiting, key=lambda v: (_volume(own[v], sizes), v))
+            largest = max(largest, _volume(own[variable], sizes))
+            tables = [t for t in tables if variable not in t] + [own[variable] - {variable}]
+            waiting.discard(variable)
+        message = [t for t in tables if t]
+        if segment.alternative:
+            message = [frozenset().union(*message)] if message else []
+            largest = max(largest, *(_volume(t, sizes) for t in message), 1)
+    return largest
+
+
+def _waiting(segment: SegmentTables) -> set[int]:
+    """The variables that nothing later touches."""
+    return {segment.first + i for i, lives in enumerate(segment.lives_on) if not lives} | set(segment.last_touched)
+
+
 def _step(
     segment: SegmentTables, message: Sequence[Table], sizes: Mapping[int, int]
 ) -> tuple[_Step, Sequence[Table]]:
@@ -138,7 +162,7 @@ def _eliminated(
 ) -> tuple[tuple[_Record, ...], list[Table]]:
     """Eliminate all variables that nothing later touches."""
     tables = list(tables)
-    waiting = {segment.first + i for i, lives in enumerate(segment.lives_on) if not lives} | set(segment.last_touched)
+    waiting = _waiting(segment)
     records = []
     while waiting:
         neighbours = {v: {o for t in tables if v in t.variables for o in t.variables} for v in waiting}
@@ -156,7 +180,7 @@ def _eliminated(
     return tuple(records), tables
 
 
-def _volume(variables: set[int], sizes: Mapping[int, int]) -> int:
+def _volume(variables: Iterable[int], sizes: Mapping[int, int]) -> int:
     volume = 1
     for variable in variables:
         volume *= sizes[variable]

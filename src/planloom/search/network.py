@@ -4,6 +4,9 @@ Every block is a variable: its strategy. A tensor that several blocks read is a 
 into which it is brought once, for all who read it in that layout, and in which their cotangents meet on the way back.
 An edge leads from a block to the only reader of a tensor, or to the junction, and from there to the readers.
 
+The masks of experts' rows go to the block that dispatches the rows only: whoever reads the rows has the mask in the rows'
+own layout, and its bytes are some thousandths of theirs (one for each row).
+
 Variables that stand alike in equal segments have equal keys: their tables are made once.
 """
 
@@ -211,7 +214,15 @@ def build_network(blocks: BlockGraph) -> Network:
 
 
 def _readers(blocks: BlockGraph, tensor: str) -> tuple[int, ...]:
-    return blocks.consumers.get(tensor, ())
+    """The blocks that read a tensor; of a mask of rows only the first."""
+    found = blocks.consumers.get(tensor, ())
+    return found[:1] if tensor in _masks(blocks) else found
+
+
+def _masks(blocks: BlockGraph) -> frozenset[str]:
+    if "masks" not in blocks.found:
+        blocks.found["masks"] = frozenset(t.rows for t in blocks.graph.tensors.values() if t.rows)
+    return blocks.found["masks"]  # type: ignore[return-value]
 
 
 def _edges(
@@ -220,8 +231,9 @@ def _edges(
     tensors: dict[tuple[int, int], list[str]] = {}
     for block in blocks.blocks:
         for tensor in block.inputs:
-            source = junctions.get(tensor, of_block[blocks.producer[tensor]])
-            tensors.setdefault((source, of_block[block.index]), []).append(tensor)
+            if block.index in _readers(blocks, tensor):
+                source = junctions.get(tensor, of_block[blocks.producer[tensor]])
+                tensors.setdefault((source, of_block[block.index]), []).append(tensor)
         for tensor in block.outputs:
             if tensor in junctions:
                 tensors.setdefault((of_block[block.index], junctions[tensor]), []).append(tensor)

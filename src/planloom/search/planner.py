@@ -21,7 +21,6 @@ import numpy as np
 from planloom.blocks import BlockGraph
 from planloom.cluster import Cluster
 from planloom.cost.efficiency import rate_of
-from planloom.errors import PlanError
 from planloom.graph.flops import training_flops
 from planloom.plan.checks import BATCH_DIM
 from planloom.search.network import Network, build_network
@@ -141,7 +140,7 @@ class Planner:
         limit_bytes: float | None = None,
         progress: Progress | None = None,
     ) -> Found:
-        """The best solutions of the whole space."""
+        """The best solutions of the whole space; none if nothing fits into memory."""
         started = time.perf_counter()
         wishes = wishes or Wishes()
         limit = self.limit_bytes(wishes) if limit_bytes is None else limit_bytes
@@ -154,21 +153,14 @@ class Planner:
             progress=progress,
         ):
             state.merge(other)
-        if not state.best:
-            raise PlanError(
-                "no plan fits into memory",
-                given=f"{limit / 2**30:.1f} GiB a device for parameters, activations and gradients",
-                required="more memory, more devices or a smaller batch",
-                todo="planloom fit says what would do",
-            )
         ranked = tuple(state.best)
         certificate = Certificate(
             space=space.description,
             num_shapes=len(space.shapes),
             num_problems=state.num_problems,
             num_solved=state.num_solved,
-            best_seconds=ranked[0].seconds,
-            bound_seconds=min(state.bound, ranked[0].seconds),
+            best_seconds=state.shared.value,
+            bound_seconds=min(state.bound, state.shared.value),
             search_seconds=time.perf_counter() - started,
         )
         return Found(ranked=ranked, certificate=certificate)

@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 
 from planloom.search.conversions import Array
-from planloom.search.elimination import Indices, minimize
+from planloom.search.elimination import Indices, largest_table, minimize
 from planloom.search.figures import Choice, block_figures, exchange_seconds, with_best_junctions
 from planloom.search.space import Candidate
 from planloom.search.stages import Estimate, Packing, estimate_stages, kept_micro_batches, pack_stages
@@ -25,6 +25,8 @@ _PRICES = tuple(2.0**power for power in (-9, -7, -6, -5, -4, -3, -2, 0, 2, 5))
 """Prices of memory, in shares of the one at which all of it costs as much as the step."""
 _CLOSE = 1.03
 """Problems whose first solution is further from the best are not worth finer prices."""
+_MAX_NUMBERS = 2_000_000
+"""In the largest table of problems that are solved at once: 16 MB, about what a processor's cache holds."""
 _ROOMS = (1.0, 0.99, 0.97, 0.93)
 """Shares of the room that are tried where options meet and hold more between them than each by itself."""
 _ROUNDS, _FINER = 2, 4
@@ -51,6 +53,8 @@ class Solver:
         self.limits = np.full(self.num_stages, float(limit_bytes))
         """The same, stage by stage."""
         self.kept = np.minimum(self.num_stages, tables.num_micro).astype(float)
+        one = tables.costs(np.zeros(1), np.zeros(1), np.array([0]), recompute=recompute)
+        self._portion = max(1, _MAX_NUMBERS // largest_table(one.segments, one.sizes))
         everything = np.arange(len(tables.candidates))
         self._free = self._minimized(np.zeros(len(everything)), self.kept, everything, recompute=False)
         """Where memory costs nothing."""
@@ -74,9 +78,27 @@ class Solver:
         found = other.solve([self.tables.candidates.index(solution.candidate)], below=np.inf)
         return found[0] if found else None
 
+    def smallest(self, g: int, price: float) -> Choice:
+        """The solution for one price of memory, in shares of that at which all memory costs as much as the step."""
+        scale = float(self._free.totals[g]) / (self.num_stages * self.limit_bytes)
+        (choice,) = self._at_prices({g: [price * scale]})[g].values()
+        return self._settled(g, choice)
+
+    def estimate(self, g: int, choice: Choice, first_blocks: Sequence[int]) -> Estimate:
+        """Of a choice and a cut."""
+        figures = block_figures(self.tables, g, choice)
+        exchange = exchange_seconds(self.tables, g, choice, first_blocks)
+        return estimate_stages(figures, first_blocks, self.tables.candidates[g].num_micro, exchange)
+
     def _minimized(self, prices: Array, kept: Array, problems: Indices, *, recompute: bool) -> "_Minimized":
-        costs = self.tables.costs(prices, kept, problems, recompute=recompute)
-        return _Minimized.of(costs)
+        """Problems in portions whose tables are not too large."""
+        size = self._portion
+        portions = []
+        for start in range(0, len(problems), size):
+            own = slice(start, start + size)
+            costs = self.tables.costs(prices[own], kept[own], problems[own], recompute=recompute)
+            portions.append(_Minimized.of(costs))
+        return _Minimized.joined(portions)
 
     def _under_limit(self, problems: Sequence[int], below: float) -> list[Solution]:
         """Options for a row of prices of memory, packed into stages; finer prices for those that come close."""
@@ -150,10 +172,7 @@ class Solver:
     def _solution(self, g: int, options: Sequence[Choice], packing: Packing) -> Solution | None:
         """Problem g with every block's option; None if what lies between different options makes it too large."""
         choice = self._settled(g, self._merged(options, packing))
-        figures = block_figures(self.tables, g, choice)
-        exchange = exchange_seconds(self.tables, g, choice, packing.first_blocks)
-        num_micro = self.tables.candidates[g].num_micro
-        estimate = estimate_stages(figures, packing.first_blocks, num_micro, exchange)
+        estimate = self.estimate(g, choice, packing.first_blocks)
         if any(stage.num_bytes > limit for stage, limit in zip(estimate.stages, self.limits, strict=True)):
             return None
         return Solution(
@@ -203,6 +222,13 @@ class _Minimized:
         found = minimize(costs.segments, costs.sizes)
         picked = np.stack([found.variables[v] for v in range(len(found.variables))])
         return _Minimized(found.totals, picked, costs.options_of(picked), np.stack(found.alternatives))
+
+    @staticmethod
+    def joined(portions: "Sequence[_Minimized]") -> "_Minimized":
+        if len(portions) == 1:
+            return portions[0]
+        names = ("totals", "variables", "storage", "recomputed")
+        return _Minimized(*(np.concatenate([getattr(own, name) for own in portions], axis=-1) for name in names))
 
     def choice(self, i: int) -> Choice:
         return Choice(

@@ -1,0 +1,159 @@
+"""The best plan for a model on a cluster: search, finalists, and what to say if nothing fits."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from planloom.cost import Prices
+from planloom.errors import PlanError
+from planloom.search.figures import block_figures
+from planloom.search.finalists import Finalist, simulate_finalists
+from planloom.search.planner import Certificate, Planner
+from planloom.search.solutions import Solver
+from planloom.search.space import Candidate, Shape, Wishes
+from planloom.search.stages import pack_stages
+from planloom.search.tables import Tables
+
+BatchSpec = Mapping[str, tuple[tuple[int, ...], str]]
+Progress = Callable[[str, int, int], None]
+NUM_FINALISTS = 4
+_DEAR = 1e6
+"""A price of memory at which nothing but memory counts."""
+_BISECTIONS = 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Best:
+    """The finalists by simulated step, fastest first; the certificate of the search; and what dropped out, and why."""
+
+    finalists: tuple[Finalist, ...]
+    certificate: Certificate
+    refused: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def winner(self) -> Finalist:
+        return self.finalists[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeastMemory:
+    """The plan that needs the least memory: its shape, and the bytes of its fullest stage by part."""
+
+    shape: Shape
+    num_micro: int
+    num_bytes: float
+    stage: int
+    stored_bytes: float
+    saved_bytes: float
+    peak_bytes: float
+    given_bytes: float
+
+    @property
+    def words(self) -> str:
+        parts = {
+            "parameters, gradients and optimizer": self.stored_bytes,
+            "saved activations": self.saved_bytes,
+            "temporaries": self.peak_bytes,
+            "the batch": self.given_bytes,
+        }
+        listed = ", ".join(f"{name} {size / 2**30:.1f} GiB" for name, size in parts.items())
+        return f"{self.shape}, {self.num_micro} micro-batches: stage {self.stage} holds {listed}"
+
+
+def find_best(
+    planner: Planner,
+    prices: Prices,
+    batch: BatchSpec,
+    wishes: Wishes | None = None,
+    *,
+    num_finalists: int = NUM_FINALISTS,
+    progress: Progress | None = None,
+) -> Best:
+    """Search, then simulate the best; an error says what binds if nothing fits."""
+    wishes = wishes or Wishes()
+    found = planner.search(wishes, num_wanted=2 * num_finalists, progress=progress)
+    if not found.ranked:
+        raise nothing_fits(planner, wishes)
+
+    def simulated(done: int, total: int) -> None:
+        if progress is not None:
+            progress("simulating finalists", done, total)
+
+    finalists = simulate_finalists(
+        planner, found, prices, batch, wishes, num_finalists=num_finalists, progress=simulated
+    )
+    if not finalists.fitting:
+        raise nothing_fits(planner, wishes, reasons=tuple(why for _, why in finalists.refused))
+    return Best(finalists=finalists.fitting, certificate=found.certificate, refused=finalists.refused)
+
+
+def nothing_fits(planner: Planner, wishes: Wishes, reasons: tuple[str, ...] = ()) -> PlanError:
+    """What binds, and the least memory that would do."""
+    least = least_memory(planner, wishes)
+    if least is None:
+        return PlanError(
+            "no plan divides the model and the batch",
+            given="; ".join(dict.fromkeys(reasons)) or f"{planner.cluster.num_devices} devices, batch {planner.batch}",
+            required="degrees that divide the batch, and dims of the model",
+            todo="change the global batch, the number of devices or what is pinned",
+        )
+    limit = planner.device_bytes(wishes)
+    fewer = "allow recomputation (no --no-recompute), " if not wishes.recompute else ""
+    return PlanError(
+        "no plan fits into memory",
+        given=f"{limit / 2**30:.1f} GiB usable on each of {planner.cluster.num_devices} devices; the smallest plan is "
+        + least.words,
+        required=f"{least.num_bytes / 2**30:.1f} GiB on each",
+        todo=f"{fewer}use more devices (planloom fit says how many), or a smaller global batch",
+    )
+
+
+def least_memory(planner: Planner, wishes: Wishes) -> LeastMemory | None:
+    """The plan of the space that needs the least memory, by the estimate; None if nothing divides."""
+    space = planner.space(wishes)
+    best: LeastMemory | None = None
+    for shape in space.shapes:
+        for num_micro in reversed(space.micro_batches):
+            placement = space.placements(planner.cluster, shape)[0]
+            candidate = Candidate(shape=shape, placement=placement, num_micro=num_micro)
+            found = _least_of(planner, candidate, wishes)
+            if found is not None:
+                best = found if best is None or found.num_bytes < best.num_bytes else best
+                break
+    return best
+
+
+def _least_of(planner: Planner, candidate: Candidate, wishes: Wishes) -> LeastMemory | None:
+    tables = Tables(planner.network, planner.works, planner.cluster, candidate.shape, [candidate], wishes)
+    if not tables.is_possible:
+        return None
+    limit = planner.limit_bytes(wishes)
+    solver = Solver(tables, planner.places, limit_bytes=max(limit, 1.0), recompute=wishes.recompute)
+    if not np.isfinite(solver.bounds[0]):
+        return None
+    choice = solver.smallest(0, _DEAR)
+    figures = block_figures(tables, 0, choice)
+    low, high = 0.0, float(figures.stored_bytes.sum() + candidate.shape.num_stages * figures.saved_bytes.sum())
+    high += float(figures.peak_bytes.max())
+    packing = None
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        found = pack_stages([figures], planner.places, candidate.num_micro, [middle] * candidate.shape.num_stages)
+        low, high = (low, middle) if found is not None else (middle, high)
+        packing = found or packing
+    if packing is None:
+        return None
+    estimate = solver.estimate(0, choice, packing.first_blocks)
+    fullest = max(range(len(estimate.stages)), key=lambda s: estimate.stages[s].num_bytes)
+    stage, given = estimate.stages[fullest], planner.device_bytes(wishes) - limit
+    return LeastMemory(
+        shape=candidate.shape,
+        num_micro=candidate.num_micro,
+        num_bytes=stage.num_bytes + given,
+        stage=fullest,
+        stored_bytes=stage.stored_bytes,
+        saved_bytes=stage.kept_micro * stage.saved_bytes,
+        peak_bytes=stage.peak_bytes,
+        given_bytes=given,
+    )
