@@ -148,7 +148,7 @@ class Planner:
         state = _State(num_wanted, SharedSeconds())
         for other in in_processes(
             lambda shape, shared: self._searched(space, shape, limit, num_wanted, shared),
-            _promising_first(space.shapes, self.cluster),
+            promising_first(space.shapes, self.cluster),
             state.shared,
             progress=progress,
         ):
@@ -236,7 +236,7 @@ class Planner:
             state.bound = min(state.bound, float(solver.bounds[order].min()))
 
 
-def _promising_first(shapes: Sequence[Shape], cluster: Cluster) -> list[Shape]:
+def promising_first(shapes: Sequence[Shape], cluster: Cluster) -> list[Shape]:
     """Those with one free axis, about as large as a node, before the others: the better the first, the less is left."""
     inside = log2(max(2, cluster.level_counts[-1]))
 
