@@ -1,8 +1,8 @@
 """Finalists: the best solutions as programs, ranked by the simulator, none that would not fit.
 
-The estimate of memory is a sum over blocks; the simulator's is exact liveness. Where a stage of a finalist does not fit,
-its problem is solved again with that stage's limit lowered by as much as its estimate was too small; where in the end all
-leave room that a faster plan could use, once more with limits raised.
+The estimate of memory is a sum over blocks; the simulator's is exact liveness. Where a stage of a finalist does not
+fit, its problem is solved again with that stage's limit lowered by as much as its estimate was too small; where in
+the end all leave room that a faster plan could use, once more with limits raised.
 """
 
 from collections.abc import Callable, Mapping, Sequence
