@@ -13,7 +13,6 @@ from planloom.search.planner import Certificate, Planner
 from planloom.search.solutions import Solver
 from planloom.search.space import Candidate, Shape, Wishes
 from planloom.search.stages import pack_stages
-from planloom.search.tables import Tables
 
 BatchSpec = Mapping[str, tuple[tuple[int, ...], str]]
 Progress = Callable[[str, int, int], None]
@@ -125,7 +124,7 @@ def least_memory(planner: Planner, wishes: Wishes) -> LeastMemory | None:
 
 
 def _least_of(planner: Planner, candidate: Candidate, wishes: Wishes) -> LeastMemory | None:
-    tables = Tables(planner.network, planner.works, planner.cluster, candidate.shape, [candidate], wishes)
+    tables = planner.tables([candidate], wishes)
     if not tables.is_possible:
         return None
     limit = planner.limit_bytes(wishes)

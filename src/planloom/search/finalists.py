@@ -70,7 +70,6 @@ def simulate_finalists(
     progress: Callable[[int, int], None] | None = None,
 ) -> Finalists:
     """Build and simulate the best solutions, until so many fit."""
-    limit = planner.device_bytes(wishes)
     fitting: list[Finalist] = []
     refused: list[tuple[str, str]] = []
     for ranked in found.ranked:
@@ -81,7 +80,7 @@ def simulate_finalists(
             progress(len(fitting), num_finalists)
         try:
             tries = _TRIES if ranked is found.ranked[0] else _TRIES_OF_OTHERS
-            fitting.append(_fitted(planner, ranked, prices, batch, limit, tries))
+            fitting.append(_fitted(planner, ranked, prices, batch, wishes, tries))
         except (PlanError, LayoutError) as error:
             refused.append((str(ranked.solution.candidate.shape), error.what))
     ordered = sorted(fitting, key=lambda finalist: (finalist.step_seconds, finalist.plan.name, finalist.placement))
@@ -89,10 +88,11 @@ def simulate_finalists(
 
 
 def _fitted(
-    planner: Planner, ranked: Ranked, prices: Prices, batch: BatchSpec, limit: float, num_tries: int
+    planner: Planner, ranked: Ranked, prices: Prices, batch: BatchSpec, wishes: Wishes, num_tries: int
 ) -> Finalist:
     """The fastest of a few tries that the simulator finds to fit."""
-    solver = planner.solver(ranked.solution.candidate, ranked.limit_bytes, recompute=ranked.recompute)
+    limit = planner.device_bytes(wishes)
+    solver = planner.solver(ranked.solution.candidate, ranked.limit_bytes, wishes)
     solution, limits = ranked.solution, [ranked.limit_bytes] * ranked.solution.candidate.shape.num_stages
     best: Finalist | None = None
     for _ in range(num_tries):
