@@ -8,6 +8,7 @@ the end all leave room that a faster plan could use, once more with limits raise
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from planloom.cluster import format_bytes
 from planloom.cost import Prices
 from planloom.errors import LayoutError, PlanError
 from planloom.plan import Plan
@@ -108,7 +109,7 @@ def _fitted(
             break
         solution = again
     if best is None:
-        raise PlanError(f"holds more than {limit / 2**30:.1f} GiB", given=str(ranked.solution.candidate.shape))
+        raise PlanError(f"holds more than {format_bytes(limit)}", given=str(ranked.solution.candidate.shape))
     return best
 
 
