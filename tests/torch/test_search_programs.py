@@ -52,8 +52,8 @@ def require_all_equal(model: str, cluster_name: str, share: float, num_finalists
     [
         ("gpt", "two-by-two", 1.0, {}, set()),
         ("llama", "three-levels", 1.0, {"tp": 2, "tp2": 2}, set()),
-        ("gpt", "two-by-two", 0.4, {"dp": 4}, {"zero3"}),
-        ("gpt-deep", "flat", 0.4, {"pp": 2, "micro": 4, "dp": 2}, {"pipeline"}),
+        ("gpt", "two-by-two", 0.8, {"dp": 4}, {"zero1"}),
+        ("gpt-deep", "flat", 0.8, {"pp": 2, "micro": 4, "dp": 2}, {"pipeline"}),
         ("zoo/gshard_moe", "two-by-two", 0.5, {"dp": 2, "tp": 2, "micro": 1}, set()),
     ],
 )

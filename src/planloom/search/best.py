@@ -84,7 +84,7 @@ def find_best(
         planner, found, prices, batch, wishes, num_finalists=num_finalists, progress=simulated
     )
     if not finalists.fitting:
-        raise nothing_fits(planner, wishes, reasons=tuple(why for _, why in finalists.refused))
+        raise nothing_fits(planner, wishes, reasons=tuple(f"{shape} {why}" for shape, why in finalists.refused))
     return Best(finalists=finalists.fitting, certificate=found.certificate, refused=finalists.refused)
 
 
@@ -99,6 +99,13 @@ def nothing_fits(planner: Planner, wishes: Wishes, reasons: tuple[str, ...] = ()
             todo="change the global batch, the number of devices or what is pinned",
         )
     limit = planner.device_bytes(wishes)
+    if reasons:
+        return PlanError(
+            "no plan fits into memory: some do by the estimate, but none does when simulated",
+            given="; ".join(dict.fromkeys(reasons)),
+            required=f"at most {format_bytes(limit)} on each of {planner.cluster.num_devices} devices",
+            todo="use more devices, or a smaller global batch",
+        )
     fewer = "allow recomputation (no --no-recompute), " if not wishes.recompute else ""
     return PlanError(
         "no plan fits into memory",

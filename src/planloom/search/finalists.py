@@ -96,8 +96,10 @@ def _fitted(
     solver = planner.solver(ranked.solution.candidate, ranked.limit_bytes, wishes)
     solution, limits = ranked.solution, [ranked.limit_bytes] * ranked.solution.candidate.shape.num_stages
     best: Finalist | None = None
+    least = float("inf")
     for _ in range(num_tries):
         finalist = _simulated(planner, solution, solver.tables, prices, batch)
+        least = min(least, finalist.memory_bytes)
         if finalist.memory_bytes <= limit:
             if best is None or finalist.step_seconds < best.step_seconds:
                 best = finalist
@@ -109,7 +111,8 @@ def _fitted(
             break
         solution = again
     if best is None:
-        raise PlanError(f"holds more than {format_bytes(limit)}", given=str(ranked.solution.candidate.shape))
+        shape = str(ranked.solution.candidate.shape)
+        raise PlanError(f"holds {format_bytes(least)}, more than {format_bytes(limit)}", given=shape)
     return best
 
 
