@@ -3,13 +3,14 @@
 import re
 import time
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from planloom.cli.models import CapturedModel, ModelArgument, capture_model, peak_rss_bytes
-from planloom.cli.output import JsonOption, messages, progress_bar, screen, show
+from planloom.cli.output import Bar, JsonOption, messages, progress_bar, screen, show
 from planloom.cli.plans import (
     ClusterOption,
     NodesOption,
@@ -38,7 +39,18 @@ from planloom.plan import load_plan, save_plan
 from planloom.program import verify_program
 from planloom.report import candidates_table
 from planloom.report.searches import alternatives_table, best_tables, comparison_table, shares_table, why_slower
-from planloom.search import Best, BlockPin, Candidate, Finalist, LeastMemory, Planner, Wishes, find_best, least_memory
+from planloom.search import (
+    Best,
+    BlockPin,
+    Candidate,
+    Finalist,
+    LeastMemory,
+    Planner,
+    Wishes,
+    as_candidate,
+    find_best,
+    least_memory,
+)
 from planloom.search.explain import explain_block, explain_plan
 
 BatchOption = Annotated[int | None, typer.Option("--global-batch", help="Samples a step, over all devices.")]
@@ -47,8 +59,9 @@ PinOption = Annotated[
     list[str] | None,
     typer.Option("--pin", help='Split matching blocks so, as "layers.*.mlp*=features:tp". May be given often.'),
 ]
-_VERIFIED_DEVICES = 256
-"""A plan on more devices is not proven at once: `planloom verify` does it, device by device."""
+_MAX_DOUBLINGS = 12
+_PROVEN_DEVICES = 16
+"""A plan on more devices is not proven unless asked for: the proof goes through all devices, one by one."""
 
 
 def register(app: typer.Typer) -> None:
@@ -88,6 +101,9 @@ def plan_command(
     store: StoreOption = DEFAULT_STORE,
     compiled: CompiledOption = None,
     links: LinksOption = None,
+    prove: Annotated[
+        bool | None, typer.Option("--prove/--no-prove", help="Prove the plan. Without it: on up to 16 devices.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the best plan here.")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -117,20 +133,22 @@ def plan_command(
         best = find_best(planner, pricing.prices, captured.spec, wishes, progress=on_progress)
     if measure:
         lab = lab_for(pricing.prices, store)
-        ranked = measure_lazily(source, [_candidate(f) for f in best.finalists], pricing.prices, lab).ranked
+        ranked = measure_lazily(source, [as_candidate(f) for f in best.finalists], pricing.prices, lab).ranked
         by_plan = {id(f.plan): f for f in best.finalists}
         best = replace(best, finalists=tuple(_measured(by_plan[id(c.plan)], c) for c in ranked))
     winner = best.winner
-    if len(winner.plan.devices) <= _VERIFIED_DEVICES:
+    is_proven = len(winner.plan.devices) <= _PROVEN_DEVICES if prove is None else prove
+    if is_proven:
         with progress_bar("proving"):
             verify_program(captured.blocks, winner.program)
     if out is not None:
         save_plan(replace(winner.plan, source=source), out)
     total = time.perf_counter() - started
-    document = best_document(best, captured) | pricing.document() | {"total_seconds": total, "out": str(out or "")}
+    document = best_document(best, captured) | pricing.document() | {"total_seconds": total, "verified": is_proven}
+    document["out"] = str(out) if out is not None else None
     show(document, *best_tables(best, machine, tokens=tokens_of(captured)), pricing.words(), as_json=as_json)
     if not as_json:
-        proven = "proven" if len(winner.plan.devices) <= _VERIFIED_DEVICES else "not proven yet (planloom verify)"
+        proven = "proven" if is_proven else "not proven yet (planloom verify, or --prove)"
         written = f", written to {out}" if out else ""
         screen.print(
             f"[bold]{winner.plan.name}[/bold], {proven}{written}: searched {best.certificate.num_problems} problems in "
@@ -216,13 +234,6 @@ def tokens_of(captured: CapturedModel) -> int:
     return 0
 
 
-def _candidate(finalist: Finalist) -> Candidate:
-    return Candidate(
-        name=finalist.plan.name, placement=finalist.placement, plan=finalist.plan, program=finalist.program,
-        timeline=finalist.timeline,
-    )  # fmt: skip
-
-
 def _measured(finalist: Finalist, candidate: Candidate) -> Finalist:
     return replace(finalist, timeline=candidate.timeline) if candidate.timeline is not None else finalist
 
@@ -286,16 +297,9 @@ def fit_command(
     captured, machine = capture_model(with_batch(model, global_batch)), load_cluster(cluster, num_outer=nodes)
     wishes = Wishes(recompute=recompute, memory_bytes=_bytes(memory))
     with progress_bar("looking for the smallest plans") as bar:
+        bar.say("looking for the smallest plan here")
         here, limit = _least(captured, machine, wishes)
-        counts = [2**i for i in range(12) if 2**i <= max(2 * machine.levels[0].count, 1024)]
-        needed: tuple[int, LeastMemory] | None = None
-        for i, count in enumerate(counts):
-            bar.update(i, len(counts))
-            larger = replace(machine, levels=(replace(machine.levels[0], count=count), *machine.levels[1:]))
-            least, _ = _least(captured, larger, wishes)
-            if least is not None and least.num_bytes <= limit:
-                needed = (larger.num_devices, least)
-                break
+        needed = _fewest(captured, machine, wishes, limit, bar)
     fits = here is not None and here.num_bytes <= limit
     document = {
         "fits": fits,
@@ -311,13 +315,33 @@ def fit_command(
     if here is not None:
         lines.append(f"the smallest plan needs {format_bytes(round(here.num_bytes))} a device: {here.words}")
     if needed is not None:
-        lines.append(f"the fewest devices (nodes in powers of two): [bold]{needed[0]}[/bold], with {needed[1].words}")
+        lines.append(f"the fewest devices, doubling the nodes: [bold]{needed[0]}[/bold], with {needed[1].words}")
     show(document, *lines, as_json=as_json)
 
 
-def _least(captured: CapturedModel, machine: Cluster, wishes: Wishes) -> tuple[LeastMemory | None, float]:
+def _least(
+    captured: CapturedModel, machine: Cluster, wishes: Wishes, *, enough: float = 0.0
+) -> tuple[LeastMemory | None, float]:
     planner = Planner(captured.blocks, machine, fused=machine.library == "nccl")
-    return least_memory(planner, wishes), planner.device_bytes(wishes)
+    return least_memory(planner, wishes, enough=enough), planner.device_bytes(wishes)
+
+
+def _fewest(
+    captured: CapturedModel, machine: Cluster, wishes: Wishes, limit: float, bar: Bar
+) -> tuple[int, LeastMemory] | None:
+    """The least number of devices with a plan that fits, the nodes doubled from one on."""
+    graph = captured.blocks.graph
+    stored = sum(4 * prod(graph.tensors[p].shape) * graph.tensors[p].item_bytes for p in graph.parameters)
+    for i in range(_MAX_DOUBLINGS):
+        levels = (replace(machine.levels[0], count=2**i), *machine.levels[1:])
+        larger = replace(machine, levels=levels)
+        if stored / larger.num_devices > limit:  # parameters, gradients and moments, each once
+            continue
+        bar.say(f"looking for a plan on {larger.num_devices} devices")
+        least, _ = _least(captured, larger, wishes, enough=limit)
+        if least is not None and least.num_bytes <= limit:
+            return larger.num_devices, least
+    return None
 
 
 def explain_command(

@@ -60,7 +60,7 @@ def explain_block(planner: Planner, plan: Plan, block: int) -> tuple[Alternative
             strategy=_strategy(tables, block, k),
             lost_seconds=total - best,
             compute_seconds=float(unary.forward[0, k] + unary.backward[0, k]),
-            is_chosen=k == choice.variables[number],
+            is_chosen=k == int(choice.variables[number]),
         )
         for k, total in enumerate(totals)
         if np.isfinite(total)
