@@ -8,6 +8,7 @@ the end all leave room that a faster plan could use, once more with limits raise
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from planloom.cluster import format_bytes
 from planloom.cost import Prices
 from planloom.errors import LayoutError, PlanError
 from planloom.plan import Plan
@@ -71,7 +72,6 @@ def simulate_finalists(
     progress: Callable[[int, int], None] | None = None,
 ) -> Finalists:
     """Build and simulate the best solutions, until so many fit."""
-    limit = planner.device_bytes(wishes)
     fitting: list[Finalist] = []
     refused: list[tuple[str, str]] = []
     for ranked in found.ranked:
@@ -82,7 +82,7 @@ def simulate_finalists(
             progress(len(fitting), num_finalists)
         try:
             tries = _TRIES if ranked is found.ranked[0] else _TRIES_OF_OTHERS
-            fitting.append(_fitted(planner, ranked, prices, batch, limit, tries))
+            fitting.append(_fitted(planner, ranked, prices, batch, wishes, tries))
         except (PlanError, LayoutError) as error:
             refused.append((str(ranked.solution.candidate.shape), error.what))
     ordered = sorted(fitting, key=lambda finalist: (finalist.step_seconds, finalist.plan.name, finalist.placement))
@@ -90,14 +90,17 @@ def simulate_finalists(
 
 
 def _fitted(
-    planner: Planner, ranked: Ranked, prices: Prices, batch: BatchSpec, limit: float, num_tries: int
+    planner: Planner, ranked: Ranked, prices: Prices, batch: BatchSpec, wishes: Wishes, num_tries: int
 ) -> Finalist:
     """The fastest of a few tries that the simulator finds to fit."""
-    solver = planner.solver(ranked.solution.candidate, ranked.limit_bytes, recompute=ranked.recompute)
+    limit = planner.device_bytes(wishes)
+    solver = planner.solver(ranked.solution.candidate, ranked.limit_bytes, wishes)
     solution, limits = ranked.solution, [ranked.limit_bytes] * ranked.solution.candidate.shape.num_stages
     best: Finalist | None = None
+    least = float("inf")
     for _ in range(num_tries):
         finalist = _simulated(planner, solution, solver.tables, prices, batch)
+        least = min(least, finalist.memory_bytes)
         if finalist.memory_bytes <= limit:
             if best is None or finalist.step_seconds < best.step_seconds:
                 best = finalist
@@ -109,7 +112,8 @@ def _fitted(
             break
         solution = again
     if best is None:
-        raise PlanError(f"holds more than {limit / 2**30:.1f} GiB", given=str(ranked.solution.candidate.shape))
+        shape = str(ranked.solution.candidate.shape)
+        raise PlanError(f"holds {format_bytes(least)}, more than {format_bytes(limit)}", given=shape)
     return best
 
 

@@ -51,7 +51,6 @@ class Ranked:
 
     solution: Solution
     limit_bytes: float
-    recompute: bool
 
     @property
     def seconds(self) -> float:
@@ -171,10 +170,15 @@ class Planner:
             require_pin(pin, self.blocks)
         return search_space(self.cluster.num_devices, batch=self.batch, max_stages=len(self.places) + 1, wishes=wishes)
 
-    def solver(self, candidate: Candidate, limit_bytes: float, *, recompute: bool) -> Solver:
-        """Tables of one candidate alone."""
-        tables = Tables(self.network, self.works, self.cluster, candidate.shape, [candidate], Wishes())
-        return Solver(tables, self.places, limit_bytes=limit_bytes, recompute=recompute)
+    def tables(self, candidates: Sequence[Candidate], wishes: Wishes) -> Tables:
+        """Of candidates of one shape."""
+        network = build_network(self.blocks, wishes.pins) if wishes.pins else self.network
+        return Tables(network, self.works, self.cluster, candidates[0].shape, candidates, wishes)
+
+    def solver(self, candidate: Candidate, limit_bytes: float, wishes: Wishes) -> Solver:
+        """Of one candidate alone; its choices are numbered as those of any batch with the same wishes."""
+        tables = self.tables([candidate], wishes)
+        return Solver(tables, self.places, limit_bytes=limit_bytes, recompute=wishes.recompute)
 
     def _searched(self, space: Space, shape: Shape, limit: float, num_wanted: int, shared: SharedSeconds) -> "_State":
         """One shape on all its placements, with all numbers of micro-batches that may be worth it."""
@@ -189,7 +193,7 @@ class Planner:
         ]
         state.num_problems = len(candidates)
         if candidates:
-            tables = Tables(self.network, self.works, self.cluster, shape, candidates, space.wishes)
+            tables = self.tables(candidates, space.wishes)
             if tables.is_possible:
                 self._solve(Solver(tables, self.places, limit_bytes=limit, recompute=space.wishes.recompute), state)
         return state
@@ -233,7 +237,7 @@ class Planner:
             found = solver.solve(some, below=state.below)
             state.num_solved += len(some)
             for solution in found:
-                state.add(Ranked(solution=solution, limit_bytes=solver.limit_bytes, recompute=solver.recompute))
+                state.add(Ranked(solution=solution, limit_bytes=solver.limit_bytes))
         if order:
             state.bound = min(state.bound, float(solver.bounds[order].min()))
 
