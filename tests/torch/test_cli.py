@@ -29,7 +29,20 @@ def test_help_does_not_import_torch_and_every_command_has_an_example() -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.split() == ["16", "False"]
-    for command in ("demo", "plan", "fit", "explain", "compare", "profile", "verify", "simulate", "blocks", "models", "train", "cluster"):
+    for command in (
+        "demo",
+        "plan",
+        "fit",
+        "explain",
+        "compare",
+        "profile",
+        "verify",
+        "simulate",
+        "blocks",
+        "models",
+        "train",
+        "cluster",
+    ):
         done = planloom(command, "--help")
         assert done.returncode == 0
         assert f"Example: planloom {command}" in " ".join(done.stdout.split())
@@ -99,7 +112,7 @@ def test_whether_a_model_fits() -> None:
     found = document("fit", TINY, "--cluster", "two-by-two")
     assert found["fits"] is True
     assert found["devices_needed"] == 2
-    assert document("fit", TINY, "--cluster", "two-by-two", "--memory", "1MiB")["fits"] is False
+    assert document("fit", TINY, "--cluster", "two-by-two", "--memory", "50KiB")["fits"] is False
 
 
 REFUSED = [
@@ -114,7 +127,7 @@ REFUSED = [
     (["plan", TINY, "--cluster", "two-by-two", "--profile", "B200", "--store", "no.sqlite"], "no store of measured"),
     (["plan", TINY, "--cluster", "two-by-two", "--tp", "3"], "do not fill the devices"),
     (["plan", TINY, "--cluster", "two-by-two", "--micro", "7"], "does not divide"),
-    (["plan", TINY, "--cluster", "two-by-two", "--memory", "1MiB"], "no plan fits into memory"),
+    (["plan", TINY, "--cluster", "two-by-two", "--memory", "50KiB"], "no plan fits into memory"),
     (["plan", TINY, "--cluster", "two-by-two", "--pin", "nothing=out:tp"], "a pin concerns nothing"),
     (["plan", TINY, "--cluster", "two-by-two", "--pricing", "gold"], "seconds or volume"),
     (["plan", TINY, "--cluster", "two-by-two", "--global-batch", "8"], "the one that its factory returns"),

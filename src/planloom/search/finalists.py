@@ -26,8 +26,8 @@ _TRIES, _TRIES_OF_OTHERS = 5, 3
 _SPARE = 0.99
 """Of the room: so that rounding does not make another try necessary."""
 _FULL = 0.95
-_FAR = 1.15
-"""Solutions whose estimate is so many times the fastest simulated step are not simulated."""
+_FAR = 1.1
+"""Solutions whose estimate is so many times the fastest simulated step, and the planner's margin, are not simulated."""
 _NO_LOSS = 1.001
 """A solution this close to its bound would gain nothing from more memory."""
 BatchSpec = Mapping[str, tuple[tuple[int, ...], str]]
@@ -76,7 +76,7 @@ def simulate_finalists(
     refused: list[tuple[str, str]] = []
     for ranked in found.ranked:
         fastest = min((finalist.step_seconds for finalist in fitting), default=float("inf"))
-        if len(fitting) == num_finalists or ranked.seconds > _FAR * fastest:
+        if len(fitting) == num_finalists or ranked.seconds > (_FAR + planner.margin) * fastest:
             break
         if progress is not None:
             progress(len(fitting), num_finalists)
