@@ -5,7 +5,19 @@ import sys
 
 import typer
 
-from planloom.cli import calibration, clusters, demo, models, placements, plans, profiling, reductions, rules, training
+from planloom.cli import (
+    calibration,
+    clusters,
+    demo,
+    models,
+    placements,
+    plans,
+    profiling,
+    reductions,
+    rules,
+    searching,
+    training,
+)
 from planloom.cli.output import messages
 from planloom.errors import PlanloomError
 
@@ -17,7 +29,19 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for module in (demo, plans, profiling, models, rules, training, clusters, placements, reductions, calibration):
+for module in (
+    demo,
+    searching,
+    plans,
+    profiling,
+    models,
+    rules,
+    training,
+    clusters,
+    placements,
+    reductions,
+    calibration,
+):
     module.register(app)
 
 

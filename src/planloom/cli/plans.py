@@ -1,4 +1,4 @@
-"""`planloom plan`, `verify`, `simulate`: find a plan, prove it, time it."""
+"""`planloom verify`, `simulate`: prove a plan, time it; and the named plans of a cluster."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,23 +8,21 @@ from typing import Annotated, Any
 import typer
 
 from planloom.cli.models import CapturedModel, ModelArgument, capture_model
-from planloom.cli.output import JsonOption, messages, progress_bar, screen, show, write_file
+from planloom.cli.output import JsonOption, messages, progress_bar, show, write_file
 from planloom.cli.pricing import (
     DEFAULT_STORE,
     CompiledOption,
     LinksOption,
     ProfileOption,
     StoreOption,
-    lab_for,
-    measure_lazily,
     pricing_of,
 )
-from planloom.cluster import Cluster, cluster_from_yaml, cluster_to_yaml, format_bytes, format_seconds, load_cluster
+from planloom.cluster import Cluster, cluster_from_yaml, cluster_to_yaml, format_seconds, load_cluster
 from planloom.cost import Prices
 from planloom.errors import PlanError
-from planloom.plan import Plan, load_plan, named_plan, parse_named, save_plan
+from planloom.plan import Plan, load_plan, named_plan, parse_named
 from planloom.program import build_program, verify_program
-from planloom.report import candidates_table, chrome_trace, plan_tables, summary_tables, timeline_svg
+from planloom.report import chrome_trace, plan_tables, summary_tables, timeline_svg
 from planloom.search import Candidate, candidate_plans, price_plans
 from planloom.simulate import Timeline, simulate
 
@@ -34,54 +32,9 @@ PlanArgument = Annotated[Path, typer.Argument(help="A plan file.")]
 
 
 def register(app: typer.Typer) -> None:
-    example = "Example: planloom plan examples/models/gpt.py:small --cluster two-by-two --out plan.json"
-    app.command(name="plan", epilog=example)(plan_command)
     app.command(name="verify", epilog="Example: planloom verify plan.json examples/models/gpt.py:small")(verify_command)
     example = "Example: planloom simulate plan.json --trace trace.json"
     app.command(name="simulate", epilog=example)(simulate_command)
-
-
-def plan_command(
-    model: ModelArgument,
-    cluster: ClusterOption,
-    nodes: NodesOption = None,
-    named: Annotated[str | None, typer.Option(help="One named plan, as dp=2,tp=2,vocab; without it, all.")] = None,
-    measure: Annotated[
-        bool, typer.Option(help="Measure what the best plans use on this machine, until the best are measured.")
-    ] = False,
-    profile: ProfileOption = None,
-    store: StoreOption = DEFAULT_STORE,
-    compiled: CompiledOption = None,
-    links: LinksOption = None,
-    out: Annotated[Path | None, typer.Option(help="Write the best plan here.")] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Price the named plans for a model on a cluster, and show the best."""
-    captured, machine = capture_model(model), load_cluster(cluster, num_outer=nodes)
-    pricing = pricing_of(
-        captured.blocks, machine, profile=profile, store=store, compiled=compiled, links=links, measuring=measure
-    )
-    lab = lab_for(pricing.prices, store) if measure else None
-    candidates = find_candidates(captured, machine, named)
-    if lab is not None:
-        ranked = measure_lazily(model, candidates, pricing.prices, lab).ranked
-    else:
-        ranked = rank(candidates, pricing.prices)
-    best = ranked[0]
-    if best.plan is None or best.program is None:
-        reasons = sorted({candidate.refused for candidate in ranked})
-        raise PlanError("no plan fits", given="; ".join(reasons), required="a plan that divides model and batch")
-    verify_program(captured.blocks, best.program)
-    if out is not None:
-        save_plan(replace(best.plan, source=model), out)
-    document = {"best": best.name, "plans": [candidate_document(c) for c in ranked], "out": str(out) if out else None}
-    document |= pricing.document()
-    show(document, candidates_table(ranked, cluster=machine.name), pricing.words(), as_json=as_json)
-    if not as_json:
-        screen.print(f"best: [bold]{best.label}[/bold], verified" + (f", written to {out}" if out else ""))
-    if not best.fits:
-        size = f"{format_bytes(best.memory_bytes)} of {format_bytes(machine.device.memory_bytes)}"
-        messages.print(f"[bold red]no plan fits into memory[/bold red]: even this one needs {size} a device")
 
 
 def find_candidates(captured: CapturedModel, cluster: Cluster, named: str | None = None) -> tuple[Candidate, ...]:
@@ -164,7 +117,7 @@ def simulate_command(
 ) -> None:
     """Time a plan on a cluster without running it: step, bubble, exposed communication, memory."""
     loaded = load_plan(plan)
-    captured, machine = capture_model(_model_of(loaded, model)), _cluster_of(loaded, cluster, nodes)
+    captured, machine = capture_model(model_of(loaded, model)), cluster_of(loaded, cluster, nodes)
     pricing = pricing_of(captured.blocks, machine, profile=profile, store=store, compiled=compiled, links=links)
     timeline = simulate_plan(loaded, captured, pricing.prices)
     if picture is not None:
@@ -199,7 +152,7 @@ def timeline_document(timeline: Timeline) -> dict[str, Any]:
     }
 
 
-def _model_of(plan: Plan, model: str | None) -> str:
+def model_of(plan: Plan, model: str | None) -> str:
     if model is None and not plan.source:
         raise PlanError(
             f"plan {plan.name!r} does not say how its model is named",
@@ -210,7 +163,7 @@ def _model_of(plan: Plan, model: str | None) -> str:
     return model or plan.source
 
 
-def _cluster_of(plan: Plan, cluster: str | None, nodes: int | None) -> Cluster:
+def cluster_of(plan: Plan, cluster: str | None, nodes: int | None) -> Cluster:
     if cluster is not None:
         return load_cluster(cluster, num_outer=nodes)
     if not plan.cluster:

@@ -30,10 +30,17 @@ def candidates_table(candidates: Sequence[Candidate], *, cluster: str, num_more:
         memory = format_bytes(candidate.memory_bytes)
         row += [f"{timeline.summary.bubble:.0%}", memory if candidate.fits else f"[red]{memory}: too much[/red]"]
         style = "dim" if not candidate.fits else "bold green" if i == 0 else ""
-        table.add_row(*row, ", ".join(timeline.sources), style=style)
+        table.add_row(*row, sources_words(timeline.sources), style=style)
     if num_more > 0:
         table.caption = f"and {num_more} more plans"
     return table
+
+
+def sources_words(sources: Sequence[str]) -> str:
+    """Where prices come from, in a word or two."""
+    if "modelled" not in sources:
+        return "measured"
+    return "modelled" if set(sources) == {"modelled"} else "in part modelled"
 
 
 def cluster_table(cluster: Cluster) -> Table:

@@ -2,7 +2,7 @@
 
 from planloom.search.best import Best, LeastMemory, find_best, least_memory
 from planloom.search.exhaustive import Candidate, LazyPlans, candidate_plans, plan_lazily, price_plans
-from planloom.search.finalists import Finalist
+from planloom.search.finalists import Finalist, as_candidate
 from planloom.search.finished import estimate_plan
 from planloom.search.planner import Certificate, Planner
 from planloom.search.space import BlockPin, Wishes
@@ -19,6 +19,7 @@ __all__ = [
     "LeastMemory",
     "Planner",
     "Wishes",
+    "as_candidate",
     "candidate_plans",
     "estimate_plan",
     "find_best",

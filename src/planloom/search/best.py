@@ -9,7 +9,7 @@ from planloom.cost import Prices
 from planloom.errors import PlanError
 from planloom.search.figures import block_figures
 from planloom.search.finalists import Finalist, simulate_finalists
-from planloom.search.planner import Certificate, Planner
+from planloom.search.planner import Certificate, Planner, promising_first
 from planloom.search.solutions import Solver
 from planloom.search.space import Candidate, Shape, Wishes
 from planloom.search.stages import pack_stages
@@ -109,11 +109,16 @@ def nothing_fits(planner: Planner, wishes: Wishes, reasons: tuple[str, ...] = ()
     )
 
 
-def least_memory(planner: Planner, wishes: Wishes) -> LeastMemory | None:
-    """The plan of the space that needs the least memory, by the estimate; None if nothing divides."""
+def least_memory(planner: Planner, wishes: Wishes, *, enough: float = 0.0) -> LeastMemory | None:
+    """The plan that needs the least memory, by the estimate, or the first that needs no more than `enough` bytes.
+
+    Of the space only shapes with one free axis are looked at: a second one splits no tensor further than a larger first
+    one could. None if nothing divides.
+    """
     space = planner.space(wishes)
+    few = [shape for shape in space.shapes if sum(kind == "free" for kind in shape.kinds) <= 1] or space.shapes
     best: LeastMemory | None = None
-    for shape in space.shapes:
+    for shape in promising_first(few, planner.cluster):
         for num_micro in reversed(space.micro_batches):
             placement = space.placements(planner.cluster, shape)[0]
             candidate = Candidate(shape=shape, placement=placement, num_micro=num_micro)
@@ -121,6 +126,8 @@ def least_memory(planner: Planner, wishes: Wishes) -> LeastMemory | None:
             if found is not None:
                 best = found if best is None or found.num_bytes < best.num_bytes else best
                 break
+        if best is not None and best.num_bytes <= enough:
+            break
     return best
 
 

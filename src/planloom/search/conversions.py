@@ -63,6 +63,8 @@ class MeshBatch:
     axes: tuple[AxisBatch, ...]
     fastest_first: tuple[int, ...]
     device: Device
+    by_volume: bool = False
+    """What a device does by itself is free."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -70,6 +72,8 @@ class MeshBatch:
 
     def copy_seconds(self, num_bytes: Array) -> Array:
         """A local slice: it reads and writes what is left."""
+        if self.by_volume:
+            return np.zeros_like(num_bytes)
         return self.device.launch_seconds + 2 * num_bytes / self.device.memory_bytes_per_second
 
 
@@ -144,7 +148,8 @@ def conversion_seconds(
     shape = (len(whole_bytes), len(produced), len(consumed))
 
     def local(states: Rows) -> Array:
-        return whole_bytes[:, None] / np.where(states < num_factors, sizes, 1.0).prod(axis=1)[None, :]
+        found: Array = whole_bytes[:, None] / np.where(states < num_factors, sizes, 1.0).prod(axis=1)[None, :]
+        return found
 
     way = _Way(mesh, np.ascontiguousarray(np.broadcast_to(local(produced)[:, :, None], shape)))
     partial = [(was[a] == num_factors) & (not is_junction) for a in axes]
@@ -178,13 +183,13 @@ def conversion_seconds(
     return forward, way.seconds
 
 
-def _is_sorted_anew(
-    axis: int, was: Sequence[Rows], was_split: Sequence[Mask], differs: Sequence[Mask]
-) -> Mask:
+def _is_sorted_anew(axis: int, was: Sequence[Rows], was_split: Sequence[Mask], differs: Sequence[Mask]) -> Mask:
     """Does an axis outside this one leave the factor that this one goes on splitting?"""
     found = np.zeros_like(differs[axis])
     for outer in range(axis):
-        found = found | (was_split[outer] & was_split[axis] & (was[outer] == was[axis]) & differs[outer] & ~differs[axis])
+        found = found | (
+            was_split[outer] & was_split[axis] & (was[outer] == was[axis]) & differs[outer] & ~differs[axis]
+        )
     return found
 
 

@@ -28,7 +28,8 @@ from planloom.layout import Digit, Placement
 Array = NDArray[np.float64]
 Curve = Callable[[Array], Array]
 """Bytes of a device's array before a collective → seconds."""
-KINDS: tuple[StepKind, ...] = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
+_VOLUME_RATE = 1e9
+"""Bytes per second where only volume counts: any number would do."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -47,9 +48,22 @@ class AxisCurves:
         return float(large[0] / self.all_gather(large)[0])
 
 
-def axis_curves(cluster: Cluster, placement: Placement) -> tuple[AxisCurves, ...]:
-    """The curves of every axis of a placement, the stages' own first."""
+def axis_curves(cluster: Cluster, placement: Placement, *, by_volume: bool = False) -> tuple[AxisCurves, ...]:
+    """The curves of every axis of a placement, the stages' own first; `by_volume`: by the bytes that a device sends."""
+    if by_volume:
+        return tuple(_volumes(prod(row)) for row in placement.matrix)
     return tuple(_curves(cluster, strides) for strides in _strides(placement))
+
+
+@lru_cache(maxsize=64)
+def _volumes(size: int) -> AxisCurves:
+    """Bytes that a device sends, at a rate that is the same for all axes."""
+
+    def curve(share: float) -> Curve:
+        return lambda num_bytes: num_bytes * (share / _VOLUME_RATE)
+
+    rest = (size - 1) / size
+    return AxisCurves(size, curve(2 * rest), curve(rest), curve(size - 1.0), curve(rest))
 
 
 AxisStrides = tuple[tuple[int, int, int], ...]

@@ -13,8 +13,8 @@ linear in the algebra of (min, +): once a message differs from the one before by
 every further equal segment has the same minimizers. So depth is nearly free. (Ties apart, a period above one would be
 possible; then segments are simply eliminated one by one.)
 
-A segment may have an *alternative*: other tables over the same variables (its activations are recomputed, say). Then both
-are eliminated, and for every value of what lives on the smaller one counts.
+A segment may have an *alternative*: other tables over the same variables (its activations are recomputed, say). Then
+both are eliminated, and for every value of what lives on the smaller one counts.
 
 All tables have a leading axis: the problems of the batch, alike in structure, different in numbers.
 """
@@ -144,9 +144,7 @@ def _waiting(segment: SegmentTables) -> set[int]:
     return {segment.first + i for i, lives in enumerate(segment.lives_on) if not lives} | set(segment.last_touched)
 
 
-def _step(
-    segment: SegmentTables, message: Sequence[Table], sizes: Mapping[int, int]
-) -> tuple[_Step, Sequence[Table]]:
+def _step(segment: SegmentTables, message: Sequence[Table], sizes: Mapping[int, int]) -> tuple[_Step, Sequence[Table]]:
     """Eliminate a segment; with an alternative, both, and keep the smaller of what is left of them."""
     records, left = _eliminated(segment, [*message, *segment.tables], sizes)
     if not segment.alternative:
@@ -265,4 +263,5 @@ def _followed(step: _Step, records: Sequence[_Record], chosen: Mapping[int, Indi
 
 def _looked_up(step: _Step, record: _Record, chosen: Mapping[int, Indices]) -> Indices:
     others = [chosen[step.moved(other)] for other in record.others]
-    return record.minimizers[(np.arange(record.minimizers.shape[0]), *others)]
+    found: Indices = record.minimizers[(np.arange(record.minimizers.shape[0]), *others)]
+    return found

@@ -1,17 +1,18 @@
 """Finalists: the best solutions as programs, ranked by the simulator, none that would not fit.
 
-The estimate of memory is a sum over blocks; the simulator's is exact liveness. Where a stage of a finalist does not fit,
-its problem is solved again with that stage's limit lowered by as much as its estimate was too small; where in the end all
-leave room that a faster plan could use, once more with limits raised.
+The estimate of memory is a sum over blocks; the simulator's is exact liveness. Where a stage of a finalist does not
+fit, its problem is solved again with that stage's limit lowered by as much as its estimate was too small; where in
+the end all leave room that a faster plan could use, once more with limits raised.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from planloom.cost import Prices
 from planloom.errors import LayoutError, PlanError
 from planloom.plan import Plan
 from planloom.program import Program, build_program
+from planloom.search.exhaustive import Candidate
 from planloom.search.finished import plan_of
 from planloom.search.planner import Found, Planner, Ranked
 from planloom.search.solutions import Solution
@@ -142,6 +143,12 @@ def _simulated(planner: Planner, solution: Solution, tables: Tables, prices: Pri
     )
 
 
-def with_source(finalists: Sequence[Finalist], source: str) -> tuple[Finalist, ...]:
-    """The same, their plans saying how the model was named."""
-    return tuple(replace(f, plan=replace(f.plan, source=source)) for f in finalists)
+def as_candidate(finalist: Finalist, *, name: str = "") -> Candidate:
+    """A finalist among other plans, to be ranked with them."""
+    return Candidate(
+        name=name or finalist.plan.name,
+        placement=finalist.placement,
+        plan=finalist.plan,
+        program=finalist.program,
+        timeline=finalist.timeline,
+    )

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from math import prod
 
 import numpy as np
 
@@ -81,21 +82,17 @@ def _storage(tables: Tables, choice: Choice) -> dict[str, Storage]:
 def stage_meshes(placement: Placement) -> tuple[Mesh, ...]:
     """One mesh a stage: the devices of a placement, sliced along the axis of the stages."""
     rows = dict(zip(placement.axes, placement.matrix, strict=True))
-    num_levels = len(placement.matrix[0])
-    numbers = np.zeros((), dtype=np.int64)
-    counts = [int(np.prod([row[level] for row in placement.matrix])) for level in range(num_levels)]
-    for name, row in rows.items():
-        for level, size in enumerate(row):
-            inside = [other for other in list(rows)[list(rows).index(name) + 1 :]]
-            stride = int(np.prod([rows[other][level] for other in inside])) * int(np.prod(counts[level + 1 :]))
-            numbers = np.add.outer(numbers, np.arange(size) * stride)
-    axes = tuple(Axis(name=name, sizes=row) for name, row in rows.items() if name != STAGES)
-    num_stages = int(np.prod(rows.get(STAGES, (1,))))
-    order = [name for name in rows]
-    at = order.index(STAGES) if STAGES in rows else -1
-    if at > 0:
+    names, num_levels = placement.axes, len(placement.matrix[0])
+    if names[0] != STAGES:
         raise PlanError("the stages must be the first axis of a placement", given=str(placement), required="pp first")
-    table = numbers.reshape(num_stages, -1)
+    counts = [prod(row[level] for row in placement.matrix) for level in range(num_levels)]
+    numbers = np.zeros((), dtype=np.int64)
+    for i, name in enumerate(names):
+        for level, size in enumerate(rows[name]):
+            stride = prod(rows[inside][level] for inside in names[i + 1 :]) * prod(counts[level + 1 :])
+            numbers = np.add.outer(numbers, np.arange(size) * stride)
+    axes = tuple(Axis(name=name, sizes=rows[name]) for name in names[1:])
+    table = numbers.reshape(prod(rows[STAGES]), -1)
     return tuple(Mesh(axes=axes, devices=tuple(int(d) for d in row)) for row in table)
 
 

@@ -4,8 +4,8 @@ Every block is a variable: its strategy. A tensor that several blocks read is a 
 into which it is brought once, for all who read it in that layout, and in which their cotangents meet on the way back.
 An edge leads from a block to the only reader of a tensor, or to the junction, and from there to the readers.
 
-The masks of experts' rows go to the block that dispatches the rows only: whoever reads the rows has the mask in the rows'
-own layout, and its bytes are some thousandths of theirs (one for each row).
+The masks of experts' rows go to the block that dispatches the rows only: whoever reads the rows has the mask in the
+rows' own layout, and its bytes are some thousandths of theirs (one for each row).
 
 Variables that stand alike in equal segments have equal keys: their tables are made once.
 """
@@ -166,8 +166,8 @@ class Network:
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class JunctionPlaces:
-    """Junctions of one key: their numbers, and for every edge its key, whether it ends here, and the blocks' variables at
-    its other end."""
+    """Junctions of one key: their numbers, and for every edge its key, whether it ends here, and the blocks'
+    variables at its other end."""
 
     key: Key
     numbers: Numbers
@@ -207,10 +207,10 @@ def build_network(blocks: BlockGraph) -> Network:
             if len(readers) > 1:
                 key = ("junction", places[block.index], i, tuple(places[reader] for reader in readers))
                 junctions[tensor] = len(variables)
-                variables.append(
-                    Variable(number=len(variables), segment=at[0], block=at[1], tensor=tensor, key=key)
-                )
-    return Network(blocks=blocks, variables=tuple(variables), edges=tuple(_edges(blocks, variables, of_block, junctions)))
+                variables.append(Variable(number=len(variables), segment=at[0], block=at[1], tensor=tensor, key=key))
+    return Network(
+        blocks=blocks, variables=tuple(variables), edges=tuple(_edges(blocks, variables, of_block, junctions))
+    )
 
 
 def _readers(blocks: BlockGraph, tensor: str) -> tuple[int, ...]:

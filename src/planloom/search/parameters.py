@@ -3,27 +3,31 @@
 With a device's part of a parameter of b bytes, split over no more axes than the strategy splits it, and its gradient
 partial over the axes that split the block but not the parameter:
 
-| stored              | a micro-batch                                     | a step                       | bytes held       |
+| stored              | a micro-batch                                     | a step                       | bytes held
+     |
 |---------------------|---------------------------------------------------|------------------------------|------------------|
-| replicated          |                                                   | all-reduce                   | 4 b              |
-| ZeRO-1 over n       |                                                   | reduce-scatter, all-gather   | 2 b + 3 b/n      |
-| ZeRO-2 over n       | reduce-scatter                                    | all-gather                   | b + 4 b/n        |
-| ZeRO-3 over n       | all-gather twice, reduce-scatter                  |                              | 4 b/n            |
+| replicated          |                                                   | all-reduce                   | 4 b
+     |
+| ZeRO-1 over n       |                                                   | reduce-scatter, all-gather   | 2 b + 3 b/n
+     |
+| ZeRO-2 over n       | reduce-scatter                                    | all-gather                   | b + 4 b/n
+     |
+| ZeRO-3 over n       | all-gather twice, reduce-scatter                  |                              | 4 b/n
+     |
 
 a reduction being followed by an all-reduce over the other axes, and in every case the update, and the addition to the
 gradient's sum at every micro-batch but the first. Bytes held: parameter,
-gradient, the two moments of AdamW in the parameter's dtype, and with ZeRO-1 and -2 the shard that is updated before it is
-gathered. While a whole parameter is gathered, or its gradient scattered, three times its bytes are in work.
+gradient, the two moments of AdamW in the parameter's dtype, and with ZeRO-1 and -2 the shard that is updated before
+it is gathered. While a whole parameter is gathered, or its gradient scattered, three times its bytes are in work.
 
 Gathers are started one run ahead and gradients are reduced while the backward goes on (`program.overlap`), so what
-counts is what exceeds the computation meanwhile: the block's own, for what is reduced once a step; the share `_MEANWHILE` of
-it for what is gathered and scattered at every micro-batch, since the run beside may be shorter. The gather of updated
-shards is not hidden.
+counts is what exceeds the computation meanwhile: the block's own, for what is reduced once a step; the share
+`_MEANWHILE` of it for what is gathered and scattered at every micro-batch, since the run beside may be shorter. The
+gather of updated shards is not hidden.
 """
 
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,11 +65,9 @@ class ParameterTables:
     working_bytes: Array
 
 
-Mode = Literal["replicated", "zero1", "zero2", "zero3"]
-
-
 def storage_options(num_axes: int, wanted: str | None) -> tuple[StorageOption, ...]:
-    """All ways to store parameters, or those of one kind and plain replication, which is what small ones fall back to."""
+    """All ways to store parameters, or those of one kind and plain replication, which is what small ones fall back
+    to."""
     kinds: list[StorageKind] = ["zero1", "zero2", "zero3"]
     chosen = [kind for kind in kinds if wanted in (None, kind)]
     return (StorageOption("replicated"), *(StorageOption(kind, a) for kind in chosen for a in range(num_axes)))
@@ -96,8 +98,9 @@ def parameter_tables(
     """`forward` and `backward`: the seconds of the block's own computation, of shape (problems, strategies)."""
     shape = (len(options), *forward.shape)
     micro, step, stored, working = (np.zeros(shape) for _ in range(4))
-    per_byte = update_seconds_per_byte(mesh.device)
-    added = addition_seconds_per_byte(mesh.device) * ((num_micro - 1) / num_micro)[:, None]
+    per_byte = 0.0 if mesh.by_volume else update_seconds_per_byte(mesh.device)
+    added = ((num_micro - 1) / num_micro)[:, None]
+    added = added * (0.0 if mesh.by_volume else addition_seconds_per_byte(mesh.device))
     for i, option in enumerate(options):
         traffic = _Traffic(blocks, block, strategies, mesh, option, forward.shape)
         micro[i] = np.maximum(0.0, traffic.gathered - _MEANWHILE * forward)
@@ -159,7 +162,8 @@ class _Traffic:
         for d, dim in enumerate(block.dims):
             if name in dim.shards:
                 local[:, dim.shards[name]] //= strategies.pieces[:, d]
-        return over[:, axis] & (local % self.mesh.sizes[axis] == 0).any(axis=1)
+        found: NDArray[np.bool_] = over[:, axis] & (local % self.mesh.sizes[axis] == 0).any(axis=1)
+        return found
 
     def _add(self, own: Array, over: NDArray[np.bool_], shards: NDArray[np.bool_]) -> None:
         """One parameter, `own` bytes a device."""

@@ -26,7 +26,7 @@ from planloom.plan.checks import BATCH_DIM
 from planloom.search.network import Network, build_network
 from planloom.search.processes import SharedSeconds, in_processes
 from planloom.search.solutions import Solution, Solver
-from planloom.search.space import Candidate, Shape, Space, Wishes, search_space
+from planloom.search.space import Candidate, Shape, Space, Wishes, require_pin, search_space
 from planloom.search.stages import cut_places
 from planloom.search.tables import Tables
 from planloom.search.work import WorkPrices
@@ -117,10 +117,10 @@ class _State:
 class Planner:
     """One model on one cluster: what all searches on it share."""
 
-    def __init__(self, blocks: BlockGraph, cluster: Cluster, *, fused: bool) -> None:
+    def __init__(self, blocks: BlockGraph, cluster: Cluster, *, fused: bool, by_volume: bool = False) -> None:
         self.blocks, self.cluster = blocks, cluster
         self.network: Network = build_network(blocks)
-        self.works = WorkPrices(blocks, cluster.device, fused=fused)
+        self.works = WorkPrices(blocks, cluster.device, fused=fused, by_volume=by_volume)
         self.places = cut_places(blocks)
         self.batch = batch_size(blocks)
 
@@ -148,7 +148,7 @@ class Planner:
         state = _State(num_wanted, SharedSeconds())
         for other in in_processes(
             lambda shape, shared: self._searched(space, shape, limit, num_wanted, shared),
-            _promising_first(space.shapes, self.cluster),
+            promising_first(space.shapes, self.cluster),
             state.shared,
             progress=progress,
         ):
@@ -166,18 +166,17 @@ class Planner:
         return Found(ranked=ranked, certificate=certificate)
 
     def space(self, wishes: Wishes) -> Space:
-        return search_space(
-            self.cluster.num_devices, batch=self.batch, max_stages=len(self.places) + 1, wishes=wishes
-        )
+        """The space that wishes leave; pins that concern nothing are refused."""
+        for pin in wishes.pins:
+            require_pin(pin, self.blocks)
+        return search_space(self.cluster.num_devices, batch=self.batch, max_stages=len(self.places) + 1, wishes=wishes)
 
     def solver(self, candidate: Candidate, limit_bytes: float, *, recompute: bool) -> Solver:
         """Tables of one candidate alone."""
         tables = Tables(self.network, self.works, self.cluster, candidate.shape, [candidate], Wishes())
         return Solver(tables, self.places, limit_bytes=limit_bytes, recompute=recompute)
 
-    def _searched(
-        self, space: Space, shape: Shape, limit: float, num_wanted: int, shared: SharedSeconds
-    ) -> "_State":
+    def _searched(self, space: Space, shape: Shape, limit: float, num_wanted: int, shared: SharedSeconds) -> "_State":
         """One shape on all its placements, with all numbers of micro-batches that may be worth it."""
         state = _State(num_wanted, shared)
         worthwhile = [m for m in space.micro_batches if self.least_seconds(shape.num_stages, m) < state.below]
@@ -195,6 +194,8 @@ class Planner:
 
     def least_seconds(self, num_stages: int, num_micro: int) -> float:
         """A bound on every plan with these numbers: all computation, perfectly divided, and the bubble."""
+        if self.works.by_volume:
+            return 0.0
         ideal = max(self._peak_seconds, _SPLIT_GAIN * self._whole_seconds) / self.cluster.num_devices
         return ideal * (num_micro + num_stages - 1) / num_micro
 
@@ -235,7 +236,7 @@ class Planner:
             state.bound = min(state.bound, float(solver.bounds[order].min()))
 
 
-def _promising_first(shapes: Sequence[Shape], cluster: Cluster) -> list[Shape]:
+def promising_first(shapes: Sequence[Shape], cluster: Cluster) -> list[Shape]:
     """Those with one free axis, about as large as a node, before the others: the better the first, the less is left."""
     inside = log2(max(2, cluster.level_counts[-1]))
 

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 from planloom.errors import PlanError
 
-Item, Result = TypeVar("Item"), TypeVar("Result")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 Progress = Callable[[str, int, int], None]
 
 _FEW = 6
@@ -95,9 +96,7 @@ def _forked(
             process.join()
 
 
-def _received(
-    pipes: dict[Connection, ForkProcess], items: Sequence[Item], progress: Progress | None
-) -> Iterator[Any]:
+def _received(pipes: dict[Connection, ForkProcess], items: Sequence[Item], progress: Progress | None) -> Iterator[Any]:
     num_done, waiting = 0, dict(pipes)
     while waiting:
         ready = wait(list(waiting), timeout=_PATIENCE_SECONDS)

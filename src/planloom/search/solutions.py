@@ -1,10 +1,10 @@
 """Solve a batch of problems: the best strategies of every one, under the limit of memory, with a lower bound.
 
-Without a limit elimination is exact. Where its solution does not fit, memory gets a price λ: the solution for a price is
-the best of all that hold no more than it does, and its J less λ times the room is a lower bound on every solution that
-fits (Lagrange). A row of prices gives every block options from fast to small, and `stages` packs them into stages: each
-takes the fastest with which it gets along, and the next one for the last of its layers, so memory is filled up layer by
-layer. Prices around those that were taken give finer options, once more.
+Without a limit elimination is exact. Where its solution does not fit, memory gets a price λ: the solution for a price
+is the best of all that hold no more than it does, and its J less λ times the room is a lower bound on every solution
+that fits (Lagrange). A row of prices gives every block options from fast to small, and `stages` packs them into
+stages: each takes the fastest with which it gets along, and the next one for the last of its layers, so memory is
+filled up layer by layer. Prices around those that were taken give finer options, once more.
 """
 
 from collections.abc import Mapping, Sequence
@@ -184,7 +184,8 @@ class Solver:
         )
 
     def _merged(self, options: Sequence[Choice], packing: Packing) -> Choice:
-        """Every block with the choices of its option; a segment is recomputed if the option of any of its blocks says so."""
+        """Every block with the choices of its option; a segment is recomputed if the option of any of its blocks says
+        so."""
         network = self.tables.network
         of_variable = np.array(packing.options)[[v.block for v in network.variables]]
         at = np.arange(len(of_variable))

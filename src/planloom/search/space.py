@@ -1,14 +1,16 @@
 """The space of a search: how many stages, which axes inside a stage, where they lie, how many micro-batches.
 
-A *shape* is a number of stages and the sizes of the space axes inside each. An axis is of a kind that says which dims of
-a block it may split:
+A *shape* is a number of stages and the sizes of the space axes inside each. An axis is of a kind that says which dims
+of a block it may split:
 
     data    the batch, or experts; nothing only where a block has neither
     free    any dim, or none: tensor, sequence, vocabulary, expert and data parallelism, block by block
 
-Two free axes are ATP's mesh; a data axis beside them keeps the number of strategies of a block at (dims + 1)². Free axes have
-`MAX_FREE` devices together, if not pinned to more. What the user pins narrows the space. Shapes of one search have every size from the divisors of the number of devices, and a
-*candidate* is a shape on a placement (P2's matrices, with a row for the stages) with a number of micro-batches.
+Two free axes are ATP's mesh; a data axis beside them keeps the number of strategies of a block at (dims + 1)². Free
+axes have
+`MAX_FREE` devices together, if not pinned to more. What the user pins narrows the space. Shapes of one search have
+every size from the divisors of the number of devices, and a *candidate* is a shape on a placement (P2's matrices,
+with a row for the stages) with a number of micro-batches.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,11 +19,14 @@ from fnmatch import fnmatchcase
 from math import prod
 from typing import Literal
 
+from planloom.blocks import BlockGraph
 from planloom.cluster import Cluster
 from planloom.errors import PlanError
 from planloom.layout import Placement, enumerate_placements
 
 AxisKind = Literal["data", "free"]
+AXES = ("dp", "tp", "tp2")
+"""The names of the axes inside a stage: the data axis and two free ones."""
 STAGES = "pp"
 """The name of the axis along which the stages lie."""
 
@@ -37,6 +42,19 @@ class BlockPin:
     def matches(self, block_name: str) -> bool:
         return any(fnmatchcase(block_name, part) or fnmatchcase(block_name, f"*{part}*") for part in
                    self.pattern.split("|"))  # fmt: skip
+
+
+def require_pin(pin: BlockPin, blocks: BlockGraph) -> None:
+    """Refuse a pin that no block and dim of the model, or no axis of the search, is named by."""
+    matching = [block for block in blocks.blocks if pin.matches(block.name)]
+    dims = sorted({dim.name.split(".")[0] for block in matching for dim in block.dims})
+    if not matching or pin.dim.split(".")[0] not in dims or pin.axis not in AXES:
+        raise PlanError(
+            "a pin concerns nothing",
+            given=f"{pin.pattern}={pin.dim}:{pin.axis}, which {len(matching)} blocks match",
+            required=f"names of `planloom blocks`, a dim ({', '.join(dims) or 'none here'}), an axis of "
+            + ", ".join(AXES),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +134,7 @@ def search_space(num_devices: int, *, batch: int, max_stages: int, wishes: Wishe
             axes = [("dp", "data", dp), ("tp", "free", tp), ("tp2", "free", tp2)]
             kept = [axis for axis in axes if axis[2] > 1] or [("dp", "data", 1)]
             names, kinds, sizes = zip(*kept, strict=True)
-            shapes.append(Shape(num_stages=pp, names=names, kinds=kinds, sizes=sizes))  # type: ignore[arg-type]
+            shapes.append(Shape(num_stages=pp, names=names, kinds=kinds, sizes=sizes))
     if not shapes:
         given = {name: value for name in ("dp", "tp", "tp2", "pp") if (value := getattr(wishes, name)) is not None}
         raise PlanError(

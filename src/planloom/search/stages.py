@@ -1,7 +1,7 @@
 """Where to cut a model into stages, and how long a step takes then.
 
-With μ_s the seconds of stage s for one micro-batch, forward and backward, and σ_s what it does once a step, m micro-batches
-and one-forward-one-backward,
+With μ_s the seconds of stage s for one micro-batch, forward and backward, and σ_s what it does once a step, m
+micro-batches and one-forward-one-backward,
 
     step = Σ_s μ_s + (m - 1) · max_s μ_s + max_s σ_s + Σ over cuts of the exchange there and back:
 
@@ -9,8 +9,8 @@ the first micro-batch passes all stages, the others follow at the pace of the sl
 min(p - s, m) micro-batches, so the first stages are the ones that lack memory.
 
 Every block comes with several *options*, from fast and large to slow and small: the solutions for a row of prices of
-memory. A stage takes an option for its first blocks and the next one for the others. For a pace every stage takes as many
-blocks as fit into its time and memory; the least pace at which all blocks are taken is found by bisection.
+memory. A stage takes an option for its first blocks and the next one for the others. For a pace every stage takes as
+many blocks as fit into its time and memory; the least pace at which all blocks are taken is found by bisection.
 
 For any cut, max ≥ mean gives  step ≥ (Σ_s ((m + p - 1) μ_s + σ_s)) / p: the bound that the search prunes with.
 """
@@ -103,7 +103,8 @@ class Packing:
 def pack_stages(
     options: Sequence[BlockFigures], places: Sequence[int], num_micro: int, limits: Sequence[float]
 ) -> Packing | None:
-    """The cut and the options with the least pace; None if nothing fits into memory. `limits`: bytes, stage by stage."""
+    """The cut and the options with the least pace; None if nothing fits into memory. `limits`: bytes, stage by
+    stage."""
     count, num_stages = len(options[0].micro_seconds), len(limits)
     if len(places) + 1 < num_stages:
         return None

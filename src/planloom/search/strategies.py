@@ -42,9 +42,16 @@ class Strategies:
         return len(self.dims)
 
 
-def block_strategies(block: Block, shape: Shape, pins: Sequence[BlockPin] = ()) -> Strategies:
-    """All strategies whose splits are even, before micro-batches."""
+def block_strategies(
+    block: Block, shape: Shape, pins: Sequence[BlockPin] = (), *, everywhere: bool = False
+) -> Strategies:
+    """All strategies whose splits are even, before micro-batches.
+
+    `everywhere`: a block with parameters is split over every axis, as it must be where computation is free.
+    """
     allowed = [_allowed(block, shape, axis, pins) for axis in range(len(shape.sizes))]
+    if everywhere and block.parameters and block.dims:
+        allowed = [[d for d in own if d >= 0] or own for own in allowed]
     found, cut = [], []
     for dims in product(*allowed):
         pieces = [prod(n for n, own in zip(shape.sizes, dims, strict=True) if own == d) for d in range(len(block.dims))]
@@ -76,8 +83,8 @@ def _word(dim: str) -> str:
 
 
 def boundary_states(graph: Graph, block: Block, strategies: Strategies, tensor: str) -> Rows:
-    """The states of a block's input or output: a dim that an output lacks leaves it partial, one that an input lacks its
-    cotangent."""
+    """The states of a block's input or output: a dim that an output lacks leaves it partial, one that an input lacks
+    its cotangent."""
     num_factors = len(graph.tensors[tensor].sizes)
     by_dim = [dim.shards.get(tensor, num_factors) for dim in block.dims]
     return np.array([*by_dim, num_factors + 1], dtype=np.intp)[strategies.dims]
@@ -101,4 +108,5 @@ def junction_layouts(graph: Graph, tensor: str, readers: Sequence[Rows], shape: 
 def split_of(states: Rows, sizes: Sequence[int], num_factors: int) -> NDArray[np.float64]:
     """Into how many pieces the whole tensor is cut in every layout."""
     counts = np.where(states < num_factors, np.array(sizes, dtype=float), 1.0)
-    return counts.prod(axis=1)
+    found: NDArray[np.float64] = counts.prod(axis=1)
+    return found

@@ -1,15 +1,15 @@
 """The tables of a batch of problems: one shape, on several placements and with several numbers of micro-batches.
 
-For every variable of the network the seconds and bytes of each choice, for every edge those of each pair. What elimination
-minimizes is a weighted sum of them, a step's seconds and the price λ of memory (`costs`):
+For every variable of the network the seconds and bytes of each choice, for every edge those of each pair. What
+elimination minimizes is a weighted sum of them, a step's seconds and the price λ of memory (`costs`):
 
     J = Σ (m + p - 1) · seconds a micro-batch + seconds a step + λ · (stored bytes + k · saved bytes)
 
-with m micro-batches, p stages and k micro-batches whose activations are kept at one time. For p equal stages J at λ = 0 is
-p times the step: (m + p - 1) times the seconds of one stage for a micro-batch, and what comes once a step.
+with m micro-batches, p stages and k micro-batches whose activations are kept at one time. For p equal stages J at λ =
+0 is p times the step: (m + p - 1) times the seconds of one stage for a micro-batch, and what comes once a step.
 
-The alternative of a repeated segment is to recompute it: its forward, communication included, counts twice, and only what
-leaves it is kept.
+The alternative of a repeated segment is to recompute it: its forward, communication included, counts twice, and only
+what leaves it is kept.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 
 from planloom.blocks import Block
 from planloom.cluster import Cluster
+from planloom.graph import Graph
 from planloom.plan.checks import BATCH_DIM
 from planloom.search.conversions import Array, AxisBatch, MeshBatch, conversion_seconds
-from planloom.search.curves import axis_curves
+from planloom.search.curves import AxisCurves, axis_curves
 from planloom.search.elimination import Indices, SegmentTables, Table
 from planloom.search.network import ChainSegment, Edge, Key, Network, Variable
 from planloom.search.parameters import ParameterTables, parameter_tables, storage_options
@@ -90,7 +91,7 @@ class Tables:
         self.graph = network.blocks.graph
         self.num_micro = np.array([candidate.num_micro for candidate in candidates])
         self.weights = (self.num_micro + shape.num_stages - 1).astype(float)
-        self.mesh = _mesh(cluster, shape, candidates)
+        self.mesh = _mesh(cluster, shape, candidates, by_volume=works.by_volume)
         self.options = storage_options(len(shape.sizes), wishes.storage)
         self._wishes = wishes
         self._kept: dict[int, Kept] = {}
@@ -109,7 +110,9 @@ class Tables:
         blocks = self.network.blocks.blocks
         for key, variable in self.network.representatives.items():
             if not variable.tensor:
-                self.strategies[key] = block_strategies(blocks[variable.block], self.shape, self._wishes.pins)
+                self.strategies[key] = block_strategies(
+                    blocks[variable.block], self.shape, self._wishes.pins, everywhere=self.works.by_volume
+                )
         self.is_possible = all(len(strategies) for strategies in self.strategies.values())
         if not self.is_possible:
             return
@@ -192,7 +195,8 @@ class Tables:
         return self._kept[block.index]
 
     def _counted(self, block: Block) -> list[str]:
-        """The tensors whose kept bytes count with this block: outputs that it keeps, and inputs that nobody else does."""
+        """The tensors whose kept bytes count with this block: outputs that it keeps, and inputs that nobody else
+        does."""
         kept, blocks = self.kept(block), self.network.blocks
         own = [tensor for tensor in block.outputs if tensor in kept.outputs]
         for tensor in block.inputs:
@@ -233,11 +237,8 @@ class Tables:
         return self.whole_bytes(tensor, block)[:, None] / split_of(rows, self.shape.sizes, num_factors)[None, :]
 
     def _pair(self, edge: Edge) -> PairTables:
-        forward = backward = 0.0
-        for tensor in edge.tensors:
-            there, back = self._conversion(edge, tensor)
-            forward, backward = forward + there, backward + back
-        return PairTables(forward=np.asarray(forward), backward=np.asarray(backward))
+        found = [self._conversion(edge, tensor) for tensor in edge.tensors]
+        return PairTables(forward=sum_of([there for there, _ in found]), backward=sum_of([back for _, back in found]))
 
     def _conversion(self, edge: Edge, tensor: str) -> tuple[Array, Array]:
         """Of one tensor; computed for distinct layouts, and once for all edges that are alike."""
@@ -295,7 +296,8 @@ class Tables:
     ) -> Costs:
         """The sum J of some problems, for a price of memory and a number of micro-batches kept, one number a problem.
 
-        With `stage_of`, the stage of every block, both have a row a stage. `recompute`: as an alternative, where allowed.
+        With `stage_of`, the stage of every block, both have a row a stage. `recompute`: as an alternative, where
+        allowed.
         """
         if stage_of is None:
             price_of_memory, kept_micro = price_of_memory[None, :], kept_micro[None, :]
@@ -370,24 +372,32 @@ def _tables(segment: ChainSegment, numbers: Sequence[Array], pairs: Mapping[Key,
     return tuple(found)
 
 
-def value_carries(graph: object, tensor: str, reader: Block | None) -> bool:
+def sum_of(arrays: Sequence[Array]) -> Array:
+    total = arrays[0]
+    for array in arrays[1:]:
+        total = total + array
+    return total
+
+
+def value_carries(graph: Graph, tensor: str, reader: Block | None) -> bool:
     """Does a cotangent come back along this edge?"""
-    is_differentiable = graph.is_differentiable  # type: ignore[attr-defined]
+    is_differentiable = graph.is_differentiable
     if not is_differentiable(tensor):
         return False
     return reader is None or any(is_differentiable(name) for name in reader.outputs)
 
 
-def _mesh(cluster: Cluster, shape: Shape, candidates: Sequence[Candidate]) -> MeshBatch:
-    known: dict[object, tuple[object, ...]] = {}
+def _mesh(cluster: Cluster, shape: Shape, candidates: Sequence[Candidate], *, by_volume: bool) -> MeshBatch:
+    known: dict[object, tuple[AxisCurves, ...]] = {}
     rows = []
     for candidate in candidates:
         key = candidate.placement.matrix
         if key not in known:
-            curves = dict(zip(candidate.placement.axes, axis_curves(cluster, candidate.placement), strict=True))
+            found = axis_curves(cluster, candidate.placement, by_volume=by_volume)
+            curves = dict(zip(candidate.placement.axes, found, strict=True))
             known[key] = tuple(curves[name] for name in shape.names)
         rows.append(known[key])
-    axes = tuple(AxisBatch.of(column) for column in zip(*rows, strict=True))  # type: ignore[arg-type]
+    axes = tuple(AxisBatch.of(column) for column in zip(*rows, strict=True))
     speeds = [min(curves.speed for curves in axis.curves) if axis.size > 1 else np.inf for axis in axes]
     order = sorted(range(len(axes)), key=lambda a: (-speeds[a], -a))
-    return MeshBatch(axes=axes, fastest_first=tuple(order), device=cluster.device)
+    return MeshBatch(axes=axes, fastest_first=tuple(order), device=cluster.device, by_volume=by_volume)

@@ -21,7 +21,8 @@ Pieces = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """One micro-batch of a block on one device. `saved_bytes`: kept from forward to backward, boundary tensors apart."""
+    """One micro-batch of a block on one device. `saved_bytes`: kept from forward to backward, boundary tensors
+    apart."""
 
     forward_seconds: float
     backward_seconds: float
@@ -39,10 +40,10 @@ class Kept:
 
 
 class WorkPrices:
-    """Prices of single blocks, each combination looked at once."""
+    """Prices of single blocks, each combination looked at once; `by_volume`: computation is free, as Alpa prices."""
 
-    def __init__(self, blocks: BlockGraph, device: Device, *, fused: bool) -> None:
-        self.blocks, self.device, self.fused = blocks, device, fused
+    def __init__(self, blocks: BlockGraph, device: Device, *, fused: bool, by_volume: bool = False) -> None:
+        self.blocks, self.device, self.fused, self.by_volume = blocks, device, fused, by_volume
         self._known: dict[tuple[object, Pieces], Work] = {}
         self._classes: dict[int, object] = {}
 
@@ -73,9 +74,10 @@ class WorkPrices:
         )
         memory = run_memory(self.blocks, _program(run), run, fused=self.fused)
         seconds = forward.seconds + backward.seconds
+        counted = 0.0 if self.by_volume else 1.0
         return Work(
-            forward_seconds=forward.seconds,
-            backward_seconds=backward.seconds,
+            forward_seconds=counted * forward.seconds,
+            backward_seconds=counted * backward.seconds,
             saved_bytes=memory.saved_bytes,
             peak_bytes=max(memory.forward_peak_bytes, memory.backward_peak_bytes),
             uncertainty=(
