@@ -4,16 +4,12 @@ Models on eight ranks have eight key and value heads and eight experts, so that 
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
-from benchmarks.prediction_cases import GPT, LLAMA, MOE
+from benchmarks.prediction_cases import MODELS
 
-
-def _for_eight(source: str) -> str:
-    wider = source.replace("num_key_value_heads=4", "num_key_value_heads=8")
-    return wider.replace("num_local_experts=4", "num_local_experts=8")
-
-
-MODELS = {"GPT": GPT, "Llama": LLAMA, "MoE": MOE}
+_FOLDERS = (Path("benchmarks/clusters"), Path("testbed/clusters"))
+_FEWER = {"n_layer=4": "n_layer=2", "batch=16": "batch=8"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +17,7 @@ class Case:
     """A model on a topology; `exhaustive`: all plans there are get measured."""
 
     model: str
+    source: str
     topology: str
     kind: str
     num_ranks: int
@@ -31,32 +28,48 @@ class Case:
         return f"{self.topology}/{self.model}"
 
     @property
-    def cluster(self) -> str:
-        return f"testbed/clusters/{self.topology}.yaml"
+    def cluster(self) -> Path:
+        return next(path for folder in _FOLDERS if (path := folder / f"{self.topology}.yaml").is_file())
 
-    @property
-    def source(self) -> str:
-        return _for_eight(MODELS[self.model]) if self.num_ranks == 8 else MODELS[self.model]
+
+def _source(model: str, num_ranks: int) -> str:
+    if num_ranks < 8:
+        return MODELS[model]
+    wider = MODELS[model].replace("num_key_value_heads=4", "num_key_value_heads=8")
+    return wider.replace("num_local_experts=4", "num_local_experts=8")
+
+
+def _fewer(source: str) -> str:
+    for words, fewer in _FEWER.items():
+        source = source.replace(words, fewer)
+    return source
 
 
 _TOPOLOGIES = {
     "flat-of-4": ("flat", 4),
-    "two-by-two-slow": ("slow uplink", 4),
+    "uplinks-of-2x2": ("slow uplinks", 4),
+    "two-by-two-slow": ("one shared NIC", 4),
     "pairs-of-2x2": ("pairs", 4),
     "torus-of-2x2": ("torus", 4),
-    "shared-nic-of-4": ("one shared NIC", 4),
     "flat-of-8": ("flat", 8),
-    "slow-uplink-of-2x4": ("slow uplink", 8),
-    "three-levels-of-8": ("three levels", 8),
+    "uplinks-of-2x4": ("slow uplinks", 8),
+    "shared-nic-of-2x4": ("one shared NIC", 8),
     "pairs-of-2x4": ("pairs", 8),
     "torus-of-2x4": ("torus", 8),
-    "shared-nic-of-2x4": ("one shared NIC", 8),
+    "three-levels-of-8": ("three levels", 8),
 }
 _EXHAUSTIVE = {("flat-of-4", "GPT"), ("two-by-two-slow", "Llama"), ("pairs-of-2x2", "MoE")}
 
 CASES = tuple(
-    Case(model=model, topology=name, kind=kind, num_ranks=count, exhaustive=(name, model) in _EXHAUSTIVE)
+    Case(
+        model=model,
+        source=_source(model, count),
+        topology=name,
+        kind=kind,
+        num_ranks=count,
+        exhaustive=(name, model) in _EXHAUSTIVE,
+    )
     for name, (kind, count) in _TOPOLOGIES.items()
     for model in MODELS
 )
-QUICK = tuple(case for case in CASES if case.name == "flat-of-4/GPT")
+QUICK = (Case(model="GPT", source=_fewer(MODELS["GPT"]), topology="flat-of-4", kind="flat", num_ranks=4),)

@@ -2,10 +2,11 @@
 
 import inspect
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -13,12 +14,13 @@ from typing import Any
 from benchmarks.plan_quality_cases import Case
 from planloom.cli.models import CapturedModel, capture_model
 from planloom.cli.pricing import Lab, with_figures
-from planloom.cluster import load_cluster
+from planloom.cluster import Device, load_cluster
 from planloom.cost import Prices
 from planloom.plan import named_plan, parse_named, save_plan
 from planloom.program import Program, verify_program
 from planloom.search import Best, Candidate, Planner, candidate_plans, find_best, plan_lazily
-from testbed import OpenDevices
+from testbed import DeviceLimits, OpenDevices
+from testbed.devices import plan_devices
 from testbed.workers import launcher
 
 CHOSEN = "chosen"
@@ -26,9 +28,15 @@ TORCH = ("DDP", "FSDP2", "DTensor TP")
 FLAT, OURS, VOLUME = "TP flat", "TP ours", "volume"
 _BUDGET_SECONDS = 0.15
 _LIMIT_SECONDS = 3000
+_NUM_MEASURED = 4
 _SCREEN_STEPS = 2
 _NEAR = 1.15
 """Plans that took so many times the fastest step when all were measured once compete in turns, too."""
+
+_CORE_FLOPS = {"float32": 112e9, "float64": 56e9}
+_CORE_BYTES_PER_SECOND, _CORE_LAUNCH_SECONDS = 22e9, 4e-6
+"""What a whole core does in a step. [Empirical] AMD EPYC, 2 cores, 2026-11-18: with these the modelled computation of
+pp=2,tp=2,micro=8 of the GPT on flat-of-4 is the measured one; its matrix products alone run at 136 GFLOP/s."""
 
 Say = Callable[[str], None]
 
@@ -97,12 +105,13 @@ class Race:
 
     def __init__(self, case: Case, devices: OpenDevices, say: Say, work: Path, effort: Effort) -> None:
         self.case, self.devices, self.say, self.effort = case, devices, say, effort
-        self.cluster = load_cluster(case.cluster)
+        cluster = load_cluster(case.cluster)
+        self.cluster = replace(cluster, device=device_of_share(cluster.device, usable_share(cluster.num_devices)))
         self.captured: CapturedModel = capture_model(case.source)
         self.folder = work / case.name.replace("/", "-")
         self.folder.mkdir(parents=True, exist_ok=True)
         self.lab = Lab(
-            store=self.folder / "prices.sqlite",
+            store=work / f"{case.topology}.sqlite",
             num_processes=self.cluster.num_devices,
             label=case.topology,
             launch=launcher(devices, timeout_seconds=_LIMIT_SECONDS),
@@ -146,7 +155,7 @@ class Race:
         return with_figures(prices, self.lab.figures())
 
     def _ranked(self, best: Best) -> tuple[Candidate, ...]:
-        """The finalists by simulated step, all that they use measured."""
+        """The finalists by simulated step; all that the fastest use is measured."""
         finalists = [
             Candidate(name=f.plan.name, placement=f.placement, plan=f.plan, program=f.program) for f in best.finalists
         ]
@@ -158,7 +167,7 @@ class Race:
             self.lab.measure(self.case.source, [plan for p in programs if (plan := plans[id(p)]) is not None])
             return len(self.lab.figures()) - before
 
-        return plan_lazily(finalists, self._prices, measure, num_best=len(finalists)).ranked
+        return plan_lazily(finalists, self._prices, measure, num_best=_NUM_MEASURED).ranked
 
     def _own_rivals(self, planner: Planner, named: Sequence[Candidate]) -> dict[str, Candidate]:
         """Tensor parallel with either kind of reductions, and what the search chooses by volume if it can."""
@@ -215,6 +224,22 @@ class Race:
         if result.exit_code:
             texts = [f"rank {rank.rank}: {rank.stderr[-3000:]}" for rank in result.ranks if rank.exit_code]
             raise SystemExit("\n".join(texts) or f"the ranks ended with {result.exit_code}")
+
+
+def device_of_share(device: Device, share: float) -> Device:
+    """A share of one core of this machine."""
+    return replace(
+        device,
+        flops_per_second={dtype: share * rate for dtype, rate in _CORE_FLOPS.items()},
+        memory_bytes_per_second=share * _CORE_BYTES_PER_SECOND,
+        launch_seconds=_CORE_LAUNCH_SECONDS / share,
+    )
+
+
+def usable_share(num_ranks: int) -> float:
+    """What `DeviceLimits()` gives each of so many ranks."""
+    cores = tuple(sorted(os.sched_getaffinity(0)))
+    return plan_devices(num_ranks, DeviceLimits(), cores, float(len(cores))).share
 
 
 def volume_plan(planner: Planner, captured: CapturedModel) -> Candidate | None:

@@ -2,8 +2,8 @@
 
 `python -m benchmarks.plan_quality_rank MODEL PLANS OUT --rivals DDP "DTensor TP" --limit BYTES` builds every rival and
 every plan of a folder, one after another, each with the same initial weights and under the limit of memory, and lets it
-take two steps: with the limit its peak is its own. Then all take turns, each round in another order, with a barrier
-before each step, which counts with its slowest rank. Who is far behind after a few rounds takes no part in the others.
+take a step: with the limit its peak is its own. Then all take turns, each round in another order, with a barrier
+before each step, which counts with its slowest rank. Who is far behind takes no part in the rounds that follow.
 """
 
 import argparse
@@ -32,10 +32,8 @@ from planloom.train.runtime import Runtime
 from testbed.limits import limit_memory, memory_use, peak_memory, reset_peak
 
 _LIMIT_SECONDS = 300.0
-_WARM_UP = 2
-_ROUNDS_OF_ALL = 2
-_FAR_BEHIND = 1.3
-"""Times the fastest median: who needs more has lost, and one round more or less changes nothing about it."""
+_FAR_BEHIND = (2.0, 1.3)
+"""Times the fastest median: who needs more after one round, or after the second and later ones, has lost."""
 
 Step = Callable[[], float]
 
@@ -63,16 +61,19 @@ def main() -> None:
         program = build_program(blocks, load_plan(path))
         makers[path.stem] = partial(_planned, blocks, program, batch, buffers)
     entered = {name: _enter(make, arguments.limit) for name, make in makers.items()}
-    seconds = take_turns({name: step for name, (step, _) in entered.items()}, arguments.rounds)
+    turns = take_turns({name: step for name, (step, _) in entered.items()}, arguments.rounds)
     if dist.get_rank() == 0:
-        found = {name: {**figures, "seconds": seconds[name]} for name, (_, figures) in entered.items()}
+        found = {}
+        for name, (_, figures) in entered.items():
+            seconds, losses = zip(*turns[name], strict=True)
+            found[name] = {**figures, "seconds": seconds, "losses": [*figures["losses"], losses[0]]}
         Path(arguments.out).write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 
 
 def _enter(make: Callable[[], Step], limit: int | None) -> tuple[Step, dict[str, Any]]:
-    """Build a contestant and let it warm up: its step, its first losses, the largest peak of all ranks."""
+    """Build a contestant and let it warm up: its step, its first loss, the largest peak of all ranks."""
     give_back()
     limit_memory(None)
     before = memory_use()
@@ -80,33 +81,33 @@ def _enter(make: Callable[[], Step], limit: int | None) -> tuple[Step, dict[str,
     if limit is not None:
         limit_memory(limit)
     step = make()
-    losses = [step() for _ in range(_WARM_UP)]
+    loss = step()
     peak = torch.tensor(peak_memory() - before)
     limit_memory(None)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
-    return step, {"losses": losses, "peak_bytes": int(peak)}
+    return step, {"losses": [loss], "peak_bytes": int(peak)}
 
 
-def take_turns(steps: Mapping[str, Step], num_rounds: int) -> dict[str, list[float]]:
-    """Seconds of every contestant's steps, each that of the slowest rank; the same on all ranks."""
-    names, seconds = list(steps), dict[str, list[float]]()
+def take_turns(steps: Mapping[str, Step], num_rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """(seconds, loss) of every contestant's steps, seconds of the slowest rank; the same on all ranks."""
+    names, found = list(steps), dict[str, list[tuple[float, float]]]()
     for number in range(num_rounds):
         turned = names[number % len(names) :] + names[: number % len(names)]
         for name in turned if number % 2 else reversed(turned):
-            seconds.setdefault(name, []).append(_timed(steps[name]))
-        if number + 1 >= _ROUNDS_OF_ALL:
-            fastest = min(median(own) for own in seconds.values())
-            names = [name for name in names if median(seconds[name]) <= _FAR_BEHIND * fastest]
-    return seconds
+            found.setdefault(name, []).append(_timed(steps[name]))
+        medians = {name: median(seconds for seconds, _ in own) for name, own in found.items()}
+        most = _FAR_BEHIND[min(number, 1)] * min(medians.values())
+        names = [name for name in names if medians[name] <= most]
+    return found
 
 
-def _timed(step: Step) -> float:
+def _timed(step: Step) -> tuple[float, float]:
     dist.barrier()
     start = time.perf_counter()
-    step()
+    loss = step()
     elapsed = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
     dist.all_reduce(elapsed, dist.ReduceOp.MAX)
-    return float(elapsed)
+    return float(elapsed), loss
 
 
 def _optimizer(parameters: Any) -> torch.optim.Optimizer:
