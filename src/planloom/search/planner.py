@@ -28,7 +28,7 @@ from planloom.search.processes import SharedSeconds, in_processes
 from planloom.search.solutions import Solution, Solver
 from planloom.search.space import Candidate, Shape, Space, Wishes, require_pin, search_space
 from planloom.search.stages import cut_places
-from planloom.search.tables import Tables
+from planloom.search.tables import Tables, computing_seconds
 from planloom.search.work import WorkPrices
 from planloom.simulate.memory import given_bytes
 
@@ -179,7 +179,9 @@ class Planner:
     def _searched(self, space: Space, shape: Shape, limit: float, num_wanted: int, shared: SharedSeconds) -> "_State":
         """One shape on all its placements, with all numbers of micro-batches that may be worth it."""
         state = _State(num_wanted, shared)
-        worthwhile = [m for m in space.micro_batches if self.least_seconds(shape.num_stages, m) < state.below]
+        some = [m for m in space.micro_batches if self.least_seconds(shape.num_stages, m) < state.below]
+        bounds = computing_seconds(self.network, self.works, shape, space.wishes, some)
+        worthwhile = [m for m, bound in zip(some, bounds, strict=True) if bound < state.below]
         candidates = [
             Candidate(shape=shape, placement=placement, num_micro=num_micro)
             for placement in space.placements(self.cluster, shape)

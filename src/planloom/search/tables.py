@@ -139,12 +139,9 @@ class Tables:
     def _block(self, variable: Variable) -> UnaryTables:
         block, strategies = self.network.blocks.blocks[variable.block], self.strategies[variable.key]
         distinct, where = np.unique(strategies.pieces, axis=0, return_inverse=True)
-        batch = next((d for d, dim in enumerate(block.dims) if dim.name == BATCH_DIM), -1)
         shape = (len(self.candidates), len(distinct))
         figures = np.full((4, *shape), np.inf)
-        by_micro: dict[int, NDArray[np.float64]] = {}
-        for micro in dict.fromkeys(self.num_micro.tolist()):
-            by_micro[micro] = self._works(block, distinct, batch, micro)
+        by_micro = {m: works_of(self.works, block, distinct, m) for m in dict.fromkeys(self.num_micro.tolist())}
         for g, micro in enumerate(self.num_micro.tolist()):
             figures[:, g] = by_micro[micro]
         forward, backward, saved, peak = (figures[i][:, where.reshape(-1)] for i in range(4))
@@ -174,20 +171,6 @@ class Tables:
         for tensor in self.network.leaving(variable):
             total = total + self._local_bytes(tensor, self._read_states(variable, tensor), producer)
         return total
-
-    def _works(self, block: Block, pieces: Rows, batch: int, micro: int) -> NDArray[np.float64]:
-        """Forward and backward seconds, saved and peak bytes, for rows of pieces; infinite where the batch does not
-        divide."""
-        found = np.full((4, len(pieces)), np.inf)
-        found[2:] = 0.0
-        for i, row in enumerate(pieces.tolist()):
-            if batch >= 0:
-                row[batch] *= micro
-                if block.dims[batch].size % row[batch]:
-                    continue
-            work = self.works.work(block, tuple(row))
-            found[:, i] = (work.forward_seconds, work.backward_seconds, work.saved_bytes, work.peak_bytes)
-        return found
 
     def kept(self, block: Block) -> Kept:
         if block.index not in self._kept:
@@ -370,6 +353,43 @@ def _tables(segment: ChainSegment, numbers: Sequence[Array], pairs: Mapping[Key,
         ends = (edge.source, edge.target) if is_ordered else (edge.target, edge.source)
         found.append(Table(ends, pair if is_ordered else pair.swapaxes(1, 2)))
     return tuple(found)
+
+
+def works_of(works: WorkPrices, block: Block, pieces: Rows, micro: int) -> NDArray[np.float64]:
+    """Forward and backward seconds, saved and peak bytes, for rows of pieces; infinite where the batch does not
+    divide."""
+    batch = next((d for d, dim in enumerate(block.dims) if dim.name == BATCH_DIM), -1)
+    found = np.full((4, len(pieces)), np.inf)
+    found[2:] = 0.0
+    for i, row in enumerate(pieces.tolist()):
+        if batch >= 0:
+            row[batch] *= micro
+            if block.dims[batch].size % row[batch]:
+                continue
+        work = works.work(block, tuple(row))
+        found[:, i] = (work.forward_seconds, work.backward_seconds, work.saved_bytes, work.peak_bytes)
+    return found
+
+
+def computing_seconds(
+    network: Network, works: WorkPrices, shape: Shape, wishes: Wishes, micro_batches: Sequence[int]
+) -> list[float]:
+    """A bound on every plan of a shape: each block with the strategy that computes fastest, and the bubble."""
+    totals = np.zeros(len(micro_batches))
+    for key, numbers, _ in network.places_of_keys:
+        variable = network.representatives[key]
+        if variable.tensor:
+            continue
+        block = network.blocks.blocks[variable.block]
+        strategies = block_strategies(block, shape, wishes.pins, everywhere=works.by_volume)
+        if not len(strategies):
+            return [float("inf")] * len(micro_batches)
+        pieces = np.unique(strategies.pieces, axis=0)
+        for i, micro in enumerate(micro_batches):
+            figures = works_of(works, block, pieces, micro)
+            totals[i] += len(numbers) * float((figures[0] + figures[1]).min())
+    weights = np.array([micro + shape.num_stages - 1 for micro in micro_batches]) / shape.num_stages
+    return [float(seconds) for seconds in totals * weights]
 
 
 def sum_of(arrays: Sequence[Array]) -> Array:
