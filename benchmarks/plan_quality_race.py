@@ -1,6 +1,5 @@
 """One case of `plan_quality_testbed`: search, profile, choose, and compete on the ranks."""
 
-import inspect
 import json
 import os
 import sys
@@ -170,13 +169,12 @@ class Race:
         return plan_lazily(finalists, self._prices, measure, num_best=_NUM_MEASURED).ranked
 
     def _own_rivals(self, planner: Planner, named: Sequence[Candidate]) -> dict[str, Candidate]:
-        """Tensor parallel with either kind of reductions, and what the search chooses by volume if it can."""
+        """Tensor parallel with either kind of reductions, and what the search chooses by volume."""
         tensor = f"tp={self.cluster.num_devices},vocab"
         plan = named_plan(self.captured.blocks, parse_named(tensor), batch=self.captured.spec)
         found = {FLAT: Candidate(name=tensor, placement="devices in order, flat", plan=plan)}
         found[OURS] = next(candidate for candidate in named if candidate.name == tensor)
-        by_volume = volume_plan(planner, self.captured)
-        return found | ({VOLUME: by_volume} if by_volume is not None else {})
+        return {**found, VOLUME: volume_plan(planner, self.captured)}
 
     def _screen(self, candidates: Sequence[Candidate]) -> dict[str, tuple[Candidate, float]]:
         """Every plan that there is, one after another, a few steps each."""
@@ -242,12 +240,9 @@ def usable_share(num_ranks: int) -> float:
     return plan_devices(num_ranks, DeviceLimits(), cores, float(len(cores))).share
 
 
-def volume_plan(planner: Planner, captured: CapturedModel) -> Candidate | None:
-    """What the search chooses if it prices as Alpa does; None as long as `Planner` takes no `pricing`."""
-    if "pricing" not in inspect.signature(Planner).parameters:
-        return None
-    by_volume: Any = Planner
-    blind: Planner = by_volume(captured.blocks, planner.cluster, fused=False, pricing="volume")
+def volume_plan(planner: Planner, captured: CapturedModel) -> Candidate:
+    """What the search chooses in the same space if it prices as Alpa does: the least volume, whatever computes."""
+    blind = Planner(captured.blocks, planner.cluster, fused=False, by_volume=True)
     prices = Prices(blocks=captured.blocks, cluster=planner.cluster)
     best = find_best(blind, prices, captured.spec, num_finalists=1).winner
     return Candidate(name=best.plan.name, placement=best.placement, plan=best.plan, program=best.program)

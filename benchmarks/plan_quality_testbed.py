@@ -60,7 +60,7 @@ def report(results: list[Result], *, is_whole: bool) -> Outcome:
     table = Table("case", "chosen plan", "predicted", "step", *(f"over {n}" for n in (*TORCH, FLAT, OURS, VOLUME)), "")
     for result in results:
         chosen = result.contestants[CHOSEN]
-        ratios = [f"{result.ratio(n):.2f}" if n in result.contestants else "–" for n in (*TORCH, FLAT, OURS, VOLUME)]
+        ratios = [f"{result.ratio(n):.2f}" for n in (*TORCH, FLAT, OURS, VOLUME)]
         worst = max(map(result.ratio, result.rivals))
         verdict = "best" if worst < 1 else "behind" if worst > 1.05 else "level"
         predicted = format_seconds(chosen.predicted_seconds or 0.0)
@@ -96,14 +96,12 @@ def report(results: list[Result], *, is_whole: bool) -> Outcome:
         bars.append(Bar(name="kinds of topologies", figure=kinds, floor=_NUM_KINDS))
     own = max(1 / result.ratio(OURS) - 1 for result in results)
     note = f"gain over 1-D tensor parallel with our own reductions, most: {own:.0%}"
-    has_volume = any(VOLUME in result.contestants for result in results)
-    notes = [note] if has_volume else [note, "the search has no pricing by volume yet: it took no part"]
     document = {
         "devices": sorted({result.devices for result in results}),
         "cases": [asdict(result) | {"ratios": {n: result.ratio(n) for n in result.others}} for result in results],
         "gain_over_own_reductions": own,
     }
-    return Outcome(tables=[table, memory, everything, *notes], document=document, bars=bars)
+    return Outcome(tables=[table, memory, everything, note], document=document, bars=bars)
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
