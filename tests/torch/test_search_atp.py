@@ -1,8 +1,8 @@
 """ATP inside the search: on tensor parallelism alone the best mesh is that of its closed formula.
 
 On a mesh (d1, d2), column-first maps have their output dim on d1 and their input dim on d2, row-first ones the other
-way round; a layer alternates them, and its boundary stays [batch, sequence, hidden / d2]. With ring costs and e bytes an
-element, per layer
+way round; a layer alternates them, and its boundary stays [batch, sequence, hidden / d2]. With ring costs and e bytes
+an element, per layer
 
     T = b·s·h·e · [24 (d2 - 1) / (d1·d2·B2) + 8 (d1 - 1) / (d1·d2·B1)].
 
