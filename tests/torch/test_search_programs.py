@@ -1,7 +1,5 @@
 """What a search finds is proven and equal to one device: with plenty of memory, and with so little that it saves."""
 
-from contextlib import suppress
-
 import pytest
 
 from planloom.cost import Prices
@@ -69,5 +67,10 @@ def test_finalists_are_equal_to_one_device(
 @pytest.mark.parametrize("cluster_name", ["flat", "two-by-two", "three-levels"])
 @pytest.mark.parametrize("model", ["gpt", "llama", "gpt-deep", "llama-deep", "zoo/gshard_moe", "zoo/mixtral"])
 def test_finalists_of_many_searches(model: str, cluster_name: str, share: float) -> None:
-    with suppress(PlanError):  # nothing fits into the least of them
-        print(require_all_equal(model, cluster_name, share, 4))
+    try:
+        used = require_all_equal(model, cluster_name, share, 4)
+    except PlanError as error:
+        if share == 1.0 or "fits into memory" not in error.what:
+            raise
+        pytest.skip(f"nothing fits: {error.given}")
+    assert used
