@@ -117,7 +117,7 @@ def test_an_order_that_deadlocks_is_refused_with_who_waits_for_what() -> None:
 
 def test_the_plan_in_the_readme_is_one() -> None:
     text = (Path(__file__).parents[2] / "README.md").read_text()
-    (snippet,) = re.findall(r"```python\nimport functools(.*?)```", text, re.DOTALL)
+    (snippet,) = re.findall(r"```python\nblocks = planloom(.*?)```", text, re.DOTALL)
     expression = snippet[snippet.index("plan = (") + len("plan = ") : snippet.index("planloom.save_plan")]
     blocks = captured("gpt", torch.float64)
     _, batch = build("gpt", torch.float64)
