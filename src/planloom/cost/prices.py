@@ -41,9 +41,8 @@ Source = Literal["measured", "interpolated", "modelled"]
 # multiprocessors of an H100 and share its memory; with one GPU it cannot be measured.
 _MODELLED_SLOWDOWN = 1.1
 # [Assumed]: where the spread of a measurement is not known; between measured sizes; from the links of a cluster file.
-_FARTHEST = 8
-"""Times the largest measured size: beyond, figures of links and memory are taken from the cluster."""
 _MEASURED_UNCERTAINTY, _INTERPOLATED_UNCERTAINTY, _LINK_UNCERTAINTY = 0.03, 0.08, 0.15
+_FARTHEST = 8  # [Assumed]: times the largest measured size, beyond which the cluster's figures are taken
 _UPDATE_TEMPORARIES = 2  # copies of the largest shard that AdamW makes at one time (torch's loop over parameters)
 
 
