@@ -147,8 +147,9 @@ def estimates_a_second() -> float:
     from planloom.search.stages import estimate_stages
 
     planner = Planner(capture_model("llama3-8b?batch=64").blocks, load_cluster("dgx-h100", num_outer=8), fused=True)
-    ranked = planner.search(Wishes(dp=8, tp=8, pp=1)).ranked[0]
-    solver = planner.solver(ranked.solution.candidate, ranked.limit_bytes, recompute=True)
+    wishes = Wishes(dp=8, tp=8, pp=1)
+    ranked = planner.search(wishes).ranked[0]
+    solver = planner.solver(ranked.solution.candidate, ranked.limit_bytes, wishes)
     generator = np.random.default_rng(0)
     tables, choice = solver.tables, ranked.solution.choice
     sizes = [tables.num_choices(v.key) for v in tables.network.variables]

@@ -21,8 +21,9 @@ from planloom.search.space import Candidate
 from planloom.search.stages import Estimate, Packing, estimate_stages, kept_micro_batches, pack_stages
 from planloom.search.tables import Costs, Tables
 
-_PRICES = tuple(2.0**power for power in (-9, -7, -6, -5, -4, -3, -2, 0, 2, 5))
-"""Prices of memory, in shares of the one at which all of it costs as much as the step."""
+_PRICES = tuple(2.0**power for power in (-9, -7, -6, -5, -4, -3, -2, 0, 2, 5, 20))
+"""Prices of memory, in shares of the one at which all of it costs as much as the step; the last is `least_memory`'s,
+so that what is said to be enough is found."""
 _CLOSE = 1.03
 """Problems whose first solution is further from the best are not worth finer prices."""
 _MAX_NUMBERS = 1_000_000

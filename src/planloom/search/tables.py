@@ -22,7 +22,7 @@ from planloom.blocks import Block
 from planloom.cluster import Cluster
 from planloom.graph import Graph
 from planloom.plan.checks import BATCH_DIM
-from planloom.search.conversions import Array, AxisBatch, MeshBatch, conversion_seconds
+from planloom.search.conversions import Array, MeshBatch, conversion_seconds
 from planloom.search.curves import AxisCurves, axis_curves
 from planloom.search.elimination import Indices, SegmentTables, Table
 from planloom.search.network import ChainSegment, Edge, Key, Network, Variable
@@ -118,7 +118,7 @@ class Tables:
             return
         for key, variable in self.network.representatives.items():
             if variable.tensor:
-                readers = [self._read_states(reader, variable.tensor) for reader in self._readers(variable)]
+                readers = [self._any_states(reader, variable.tensor) for reader in self._readers(variable)]
                 self.layouts[key] = junction_layouts(self.graph, variable.tensor, readers, self.shape)
         for key, variable in self.network.representatives.items():
             self.unary[key] = self._junction(variable) if variable.tensor else self._block(variable)
@@ -128,6 +128,14 @@ class Tables:
     def _readers(self, junction: Variable) -> list[Variable]:
         variables, of_block = self.network.variables, self.network.of_block
         return [variables[of_block[block]] for block in self.network.readers[junction.number]]
+
+    def _any_states(self, reader: Variable, tensor: str) -> Rows:
+        """Its states under all strategies, pinned or not: a plan, which knows no pins, has the same junctions."""
+        if not self._wishes.pins:
+            return self._read_states(reader, tensor)
+        block = self.network.blocks.blocks[reader.block]
+        strategies = block_strategies(block, self.shape, everywhere=self.works.by_volume)
+        return boundary_states(self.graph, block, strategies, tensor)
 
     def _read_states(self, reader: Variable, tensor: str) -> Rows:
         block = self.network.blocks.blocks[reader.block]
@@ -417,7 +425,4 @@ def _mesh(cluster: Cluster, shape: Shape, candidates: Sequence[Candidate], *, by
             curves = dict(zip(candidate.placement.axes, found, strict=True))
             known[key] = tuple(curves[name] for name in shape.names)
         rows.append(known[key])
-    axes = tuple(AxisBatch.of(column) for column in zip(*rows, strict=True))
-    speeds = [min(curves.speed for curves in axis.curves) if axis.size > 1 else np.inf for axis in axes]
-    order = sorted(range(len(axes)), key=lambda a: (-speeds[a], -a))
-    return MeshBatch(axes=axes, fastest_first=tuple(order), device=cluster.device, by_volume=by_volume)
+    return MeshBatch.of(rows, cluster.device, by_volume=by_volume)
