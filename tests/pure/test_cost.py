@@ -94,6 +94,14 @@ def test_measured_collectives_are_interpolated_and_extended() -> None:
     assert prices.step(across, 3000).source == "modelled", "other groups are other links"
 
 
+def test_a_few_measured_bytes_are_no_price_of_many() -> None:
+    step = Step(kind="all_reduce", groups=((0, 1), (2, 3)), shape=(2,))
+    known = {collective_key("all_reduce", step.groups, 4): 1e-3}
+    prices = Prices(blocks=tiny_blocks(), cluster=cluster(shared=True), measured=known, measured_links=True)
+    assert prices.step(step, 8).source == "interpolated"
+    assert prices.step(step, 1 << 20).source == "modelled", "in proportion it would take four minutes"
+
+
 def test_a_price_has_an_uncertainty_by_its_source() -> None:
     built = program("dp=2")
     key = run_key(run_fingerprint(tiny_blocks(), built, built.runs[0]), "forward")

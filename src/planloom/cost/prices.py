@@ -42,6 +42,7 @@ Source = Literal["measured", "interpolated", "modelled"]
 _MODELLED_SLOWDOWN = 1.1
 # [Assumed]: where the spread of a measurement is not known; between measured sizes; from the links of a cluster file.
 _MEASURED_UNCERTAINTY, _INTERPOLATED_UNCERTAINTY, _LINK_UNCERTAINTY = 0.03, 0.08, 0.15
+_FARTHEST = 8  # [Assumed]: times the largest measured size, beyond which the cluster's figures are taken
 _UPDATE_TEMPORARIES = 2  # copies of the largest shard that AdamW makes at one time (torch's loop over parameters)
 
 
@@ -239,12 +240,15 @@ class Prices:
         return {prefix: sorted(points) for prefix, points in curves.items()}
 
     def _on_curve(self, prefix: str, num_bytes: int) -> Price | None:
-        """Between measured sizes; below the least its seconds, above the largest at the rate of the last two."""
+        """Between measured sizes; below the least its seconds, above the largest at the rate of the last two.
+
+        None if nothing was measured, or only what is so much smaller that it says nothing but a latency.
+        """
         points = self._curves.get(prefix, [])
         exact = dict(points).get(num_bytes)
         if exact is not None:
             return Price(seconds=exact, source="measured", uncertainty=self._spread(f"{prefix}{num_bytes}"))
-        if not points:
+        if not points or num_bytes > _FARTHEST * points[-1][0]:
             return None
         return Price(
             seconds=_interpolated(points, num_bytes), source="interpolated", uncertainty=_INTERPOLATED_UNCERTAINTY
