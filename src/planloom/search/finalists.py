@@ -22,7 +22,7 @@ from planloom.search.stages import Estimate
 from planloom.search.tables import Tables
 from planloom.simulate import Timeline, simulate
 
-_TRIES, _TRIES_OF_OTHERS = 5, 3
+_TRIES, _TRIES_OF_OTHERS = 4, 2
 _SPARE = 0.99
 """Of the room: so that rounding does not make another try necessary."""
 _FULL = 0.95
