@@ -87,7 +87,7 @@ def run_plan(
     limit: int | None,
 ) -> dict[str, Any]:
     """Build a device's part of a model, train, forget."""
-    _give_back()
+    give_back()
     limit_memory(None)
     before = memory_use()
     reset_peak()
@@ -191,7 +191,7 @@ def _axis(mesh: Mesh, rank: int, peers: tuple[int, ...]) -> str:
     return axis_of(mesh, ((rank, *(peer for peer in peers if peer != rank)),))
 
 
-def _give_back() -> None:
+def give_back() -> None:
     """What the last plan has left behind."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)

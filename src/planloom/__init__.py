@@ -1,6 +1,6 @@
 """Planloom: from an unchanged PyTorch model and a cluster to the fastest plan, proven correct and run under torchrun.
 
-plan = planloom.load_plan("plan.json")
+plan = planloom.plan(model, batch, cluster="dgx-h100", nodes=4).plan  # or planloom.load_plan("plan.json")
 trainer = planloom.parallelize(model, plan, optimizer=functools.partial(torch.optim.AdamW, lr=3e-4))
 for batch in batches:
     loss = trainer.step(batch)
@@ -22,6 +22,7 @@ _WHERE = {
     "build_program": "planloom.program",
     "verify_program": "planloom.program",
     "parallelize": "planloom.train",
+    "plan": "planloom",
     "Mesh": "planloom.layout",
     "PlanloomError": "planloom.errors",
 }
@@ -34,5 +35,7 @@ def __getattr__(name: str) -> Any:
     """Public names are imported at first use, so that `import planloom` does not pay for torch."""
     if name not in _WHERE:
         raise AttributeError(f"module 'planloom' has no attribute {name!r}")
+    if name == "plan":  # a package that can be called
+        return import_module("planloom.plan")
     module = import_module(_WHERE[name])
     return getattr(module, name)

@@ -28,8 +28,21 @@ def test_help_does_not_import_torch_and_every_command_has_an_example() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
     )
-    assert done.stdout.split() == ["13", "False"]
-    for command in ("demo", "plan", "profile", "verify", "simulate", "blocks", "models", "train", "cluster"):
+    assert done.stdout.split() == ["16", "False"]
+    for command in (
+        "demo",
+        "plan",
+        "fit",
+        "explain",
+        "compare",
+        "profile",
+        "verify",
+        "simulate",
+        "blocks",
+        "models",
+        "train",
+        "cluster",
+    ):
         done = planloom(command, "--help")
         assert done.returncode == 0
         assert f"Example: planloom {command}" in " ".join(done.stdout.split())
@@ -63,18 +76,43 @@ def test_blocks_of_a_model(tmp_path: Path) -> None:
 def test_plan_then_verify_then_simulate(tmp_path: Path) -> None:
     path, picture = tmp_path / "plan.json", tmp_path / "timeline.svg"
     found = document("plan", TINY, "--cluster", "two-by-two", "--out", str(path))
-    seconds = [plan["step_seconds"] for plan in found["plans"] if "step_seconds" in plan]
-    assert len(seconds) >= 12
-    assert seconds == sorted(seconds)
+    losses = [other["loses"] for other in found["alternatives"]]
+    assert len(losses) == 3
+    assert losses == sorted(losses)
+    assert losses[0] >= 0
+    assert 0 <= found["gap"] < 1
+    assert found["verified"] is True
+    assert found["memory_bytes"] > 0
+    assert found["axes"].keys() >= {"pp"}
     proof = document("verify", str(path), TINY)
     assert proof["verified"] is True
     assert proof["devices"] == 4
     timed = document("simulate", str(path), TINY, "--cluster", "two-by-two", "--picture", str(picture))
-    assert timed["step_seconds"] == pytest.approx(seconds[0])
+    assert timed["step_seconds"] == pytest.approx(found["step_seconds"])
     assert (found["compiled"], found["links"], found["profile"]) == (False, "cluster", None)
-    assert all(plan["fits"] and plan["memory_bytes"] > 0 for plan in found["plans"] if "step_seconds" in plan)
     assert timed["compiled"] is False
     assert picture.read_text().startswith("<svg")
+
+
+def test_a_plan_is_explained_and_compared(tmp_path: Path) -> None:
+    path, other = tmp_path / "plan.json", tmp_path / "other.json"
+    chosen = document("plan", TINY, "--cluster", "two-by-two", "--out", str(path))
+    document("plan", TINY, "--cluster", "two-by-two", "--named", "tp=4,vocab", "--out", str(other))
+    blocks = document("explain", str(path))["blocks"]
+    assert sum(block["count"] for block in blocks) == document("blocks", TINY)["blocks"]
+    strategies = document("explain", str(path), "layers.0.up")["alternatives"]
+    assert strategies[0]["lost_seconds"] == 0
+    assert sum(own["is_chosen"] for own in strategies) == 1
+    both = document("compare", str(path), str(other))
+    assert both["plans"][0]["step_seconds"] == pytest.approx(chosen["step_seconds"])
+    assert both["second_over_first"] > 1
+
+
+def test_whether_a_model_fits() -> None:
+    found = document("fit", TINY, "--cluster", "two-by-two")
+    assert found["fits"] is True
+    assert found["devices_needed"] == 2
+    assert document("fit", TINY, "--cluster", "two-by-two", "--memory", "50KiB")["fits"] is False
 
 
 REFUSED = [
@@ -87,6 +125,12 @@ REFUSED = [
     (["plan", TINY, "--cluster", "two-by-two", "--named", "dp=4,micro=3"], "does not divide"),
     (["plan", TINY, "--cluster", "dgx-h100", "--measure"], "H100-SXM5-80GB cannot be measured here"),
     (["plan", TINY, "--cluster", "two-by-two", "--profile", "B200", "--store", "no.sqlite"], "no store of measured"),
+    (["plan", TINY, "--cluster", "two-by-two", "--tp", "3"], "do not fill the devices"),
+    (["plan", TINY, "--cluster", "two-by-two", "--micro", "7"], "does not divide"),
+    (["plan", TINY, "--cluster", "two-by-two", "--memory", "50KiB"], "no plan fits into memory"),
+    (["plan", TINY, "--cluster", "two-by-two", "--pin", "nothing=out:tp"], "a pin concerns nothing"),
+    (["plan", TINY, "--cluster", "two-by-two", "--pricing", "gold"], "seconds or volume"),
+    (["plan", TINY, "--cluster", "two-by-two", "--global-batch", "8"], "the one that its factory returns"),
     (["verify", "README.md", TINY], "is not a plan file"),
     (["verify", "absent.json", TINY], "cannot be read"),
 ]

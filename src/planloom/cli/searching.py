@@ -60,8 +60,8 @@ PinOption = Annotated[
     typer.Option("--pin", help='Split matching blocks so, as "layers.*.mlp*=features:tp". May be given often.'),
 ]
 _MAX_DOUBLINGS = 12
-_VERIFIED_DEVICES = 256
-"""A plan on more devices is not proven at once: `planloom verify` does it, device by device."""
+_PROVEN_DEVICES = 16
+"""A plan on more devices is not proven unless asked for: the proof goes through all devices, one by one."""
 
 
 def register(app: typer.Typer) -> None:
@@ -101,6 +101,9 @@ def plan_command(
     store: StoreOption = DEFAULT_STORE,
     compiled: CompiledOption = None,
     links: LinksOption = None,
+    prove: Annotated[
+        bool | None, typer.Option("--prove/--no-prove", help="Prove the plan. Without it: on up to 16 devices.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the best plan here.")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -134,16 +137,18 @@ def plan_command(
         by_plan = {id(f.plan): f for f in best.finalists}
         best = replace(best, finalists=tuple(_measured(by_plan[id(c.plan)], c) for c in ranked))
     winner = best.winner
-    if len(winner.plan.devices) <= _VERIFIED_DEVICES:
+    is_proven = len(winner.plan.devices) <= _PROVEN_DEVICES if prove is None else prove
+    if is_proven:
         with progress_bar("proving"):
             verify_program(captured.blocks, winner.program)
     if out is not None:
         save_plan(replace(winner.plan, source=source), out)
     total = time.perf_counter() - started
-    document = best_document(best, captured) | pricing.document() | {"total_seconds": total, "out": str(out or "")}
+    document = best_document(best, captured) | pricing.document() | {"total_seconds": total, "verified": is_proven}
+    document["out"] = str(out) if out is not None else None
     show(document, *best_tables(best, machine, tokens=tokens_of(captured)), pricing.words(), as_json=as_json)
     if not as_json:
-        proven = "proven" if len(winner.plan.devices) <= _VERIFIED_DEVICES else "not proven yet (planloom verify)"
+        proven = "proven" if is_proven else "not proven yet (planloom verify, or --prove)"
         written = f", written to {out}" if out else ""
         screen.print(
             f"[bold]{winner.plan.name}[/bold], {proven}{written}: searched {best.certificate.num_problems} problems in "

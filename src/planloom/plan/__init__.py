@@ -1,5 +1,10 @@
 """The `Plan` value, its file, the split/assign/order primitives and the library of named plans."""
 
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
 from planloom.plan.checks import require_plan
 from planloom.plan.draft import Draft, draft
 from planloom.plan.files import load_plan, save_plan
@@ -27,3 +32,16 @@ __all__ = [
     "require_plan",
     "save_plan",
 ]
+
+
+class _CallableModule(ModuleType):
+    """`planloom.plan(model, batch, cluster=…)` and `planloom.plan.load_plan` are both meant: one name, two things.
+
+    What is called lies at the other end of the house, with torch, and is looked up only then.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return import_module("planloom.train").plan_model(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _CallableModule

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from planloom.cluster import format_bytes
 from planloom.cost import Prices
 from planloom.errors import PlanError
 from planloom.search.figures import block_figures
@@ -12,15 +13,14 @@ from planloom.search.finalists import Finalist, simulate_finalists
 from planloom.search.planner import Certificate, Planner, promising_first
 from planloom.search.solutions import Solver
 from planloom.search.space import Candidate, Shape, Wishes
-from planloom.search.stages import pack_stages
-from planloom.search.tables import Tables
+from planloom.search.stages import Packing, pack_stages
 
 BatchSpec = Mapping[str, tuple[tuple[int, ...], str]]
 Progress = Callable[[str, int, int], None]
 NUM_FINALISTS = 4
 _DEAR = 1e6
 """A price of memory at which nothing but memory counts."""
-_BISECTIONS = 24
+_BISECTIONS, _ROUNDING = 24, 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class LeastMemory:
             "temporaries": self.peak_bytes,
             "the batch": self.given_bytes,
         }
-        listed = ", ".join(f"{name} {size / 2**30:.1f} GiB" for name, size in parts.items())
+        listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
         return f"{self.shape}, {self.num_micro} micro-batches: stage {self.stage} holds {listed}"
 
 
@@ -84,7 +84,7 @@ def find_best(
         planner, found, prices, batch, wishes, num_finalists=num_finalists, progress=simulated
     )
     if not finalists.fitting:
-        raise nothing_fits(planner, wishes, reasons=tuple(why for _, why in finalists.refused))
+        raise nothing_fits(planner, wishes, reasons=tuple(f"{shape} {why}" for shape, why in finalists.refused))
     return Best(finalists=finalists.fitting, certificate=found.certificate, refused=finalists.refused)
 
 
@@ -99,12 +99,19 @@ def nothing_fits(planner: Planner, wishes: Wishes, reasons: tuple[str, ...] = ()
             todo="change the global batch, the number of devices or what is pinned",
         )
     limit = planner.device_bytes(wishes)
+    if reasons:
+        return PlanError(
+            "no plan fits into memory: some do by the estimate, but none does when simulated",
+            given="; ".join(dict.fromkeys(reasons)),
+            required=f"at most {format_bytes(limit)} on each of {planner.cluster.num_devices} devices",
+            todo="use more devices, or a smaller global batch",
+        )
     fewer = "allow recomputation (no --no-recompute), " if not wishes.recompute else ""
     return PlanError(
         "no plan fits into memory",
-        given=f"{limit / 2**30:.1f} GiB usable on each of {planner.cluster.num_devices} devices; the smallest plan is "
+        given=f"{format_bytes(limit)} usable on each of {planner.cluster.num_devices} devices; the smallest plan is "
         + least.words,
-        required=f"{least.num_bytes / 2**30:.1f} GiB on each",
+        required=f"{format_bytes(least.num_bytes)} on each",
         todo=f"{fewer}use more devices (planloom fit says how many), or a smaller global batch",
     )
 
@@ -132,7 +139,7 @@ def least_memory(planner: Planner, wishes: Wishes, *, enough: float = 0.0) -> Le
 
 
 def _least_of(planner: Planner, candidate: Candidate, wishes: Wishes) -> LeastMemory | None:
-    tables = Tables(planner.network, planner.works, planner.cluster, candidate.shape, [candidate], wishes)
+    tables = planner.tables([candidate], wishes)
     if not tables.is_possible:
         return None
     limit = planner.limit_bytes(wishes)
@@ -141,12 +148,17 @@ def _least_of(planner: Planner, candidate: Candidate, wishes: Wishes) -> LeastMe
         return None
     choice = solver.smallest(0, _DEAR)
     figures = block_figures(tables, 0, choice)
-    low, high = 0.0, float(figures.stored_bytes.sum() + candidate.shape.num_stages * figures.saved_bytes.sum())
-    high += float(figures.peak_bytes.max())
-    packing = None
+    num_stages = candidate.shape.num_stages
+    everything = figures.stored_bytes.sum() + num_stages * figures.saved_bytes.sum() + figures.peak_bytes.max()
+
+    def packed(num_bytes: float) -> Packing | None:
+        return pack_stages([figures], planner.places, candidate.num_micro, [num_bytes] * num_stages)
+
+    low, high = 0.0, float(everything) * (1 + _ROUNDING)
+    packing = packed(high)
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        found = pack_stages([figures], planner.places, candidate.num_micro, [middle] * candidate.shape.num_stages)
+        found = packed(middle)
         low, high = (low, middle) if found is not None else (middle, high)
         packing = found or packing
     if packing is None:

@@ -18,7 +18,7 @@ axis leaves a factor that an axis inside it goes on splitting, the pieces have t
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,6 +65,24 @@ class MeshBatch:
     device: Device
     by_volume: bool = False
     """What a device does by itself is free."""
+    parts: "tuple[tuple[NDArray[np.intp], MeshBatch], ...]" = ()
+    """Problems whose axes have the same order of speeds, as batches of their own; none if all have."""
+
+    @staticmethod
+    def of(rows: Sequence[Sequence[AxisCurves]], device: Device, *, by_volume: bool) -> "MeshBatch":
+        """From the curves of all axes in every problem. What a problem costs does not depend on the others."""
+        by_order: dict[tuple[int, ...], list[int]] = {}
+        for i, row in enumerate(rows):
+            by_order.setdefault(_fastest_first(row), []).append(i)
+
+        def batch(order: tuple[int, ...], own: Sequence[int]) -> MeshBatch:
+            columns = zip(*(rows[i] for i in own), strict=True)
+            axes = tuple(AxisBatch.of(column) for column in columns)
+            return MeshBatch(axes=axes, fastest_first=order, device=device, by_volume=by_volume)
+
+        whole = batch(next(iter(by_order)), range(len(rows)))
+        parts = tuple((np.array(own), batch(order, own)) for order, own in by_order.items())
+        return replace(whole, parts=parts if len(parts) > 1 else ())
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -75,6 +93,11 @@ class MeshBatch:
         if self.by_volume:
             return np.zeros_like(num_bytes)
         return self.device.launch_seconds + 2 * num_bytes / self.device.memory_bytes_per_second
+
+
+def _fastest_first(curves: Sequence[AxisCurves]) -> tuple[int, ...]:
+    speeds = [own.speed if own.size > 1 else np.inf for own in curves]
+    return tuple(sorted(range(len(speeds)), key=lambda a: (-speeds[a], -a)))
 
 
 class _Way:
@@ -137,6 +160,20 @@ def conversion_seconds(
     `whole_bytes`: of the tensor in a micro-batch, one number a problem; `takes_partial`: the producer passes partial
     cotangents on; `is_junction`: what is partial about the producer is the cotangent that it takes, not its value.
     """
+    if mesh.parts:
+        forward, backward = (np.empty((len(whole_bytes), len(produced), len(consumed))) for _ in range(2))
+        for members, part in mesh.parts:
+            forward[members], backward[members] = conversion_seconds(
+                part,
+                produced,
+                consumed,
+                num_factors,
+                whole_bytes[members],
+                is_differentiable=is_differentiable,
+                takes_partial=takes_partial,
+                is_junction=is_junction,
+            )
+        return forward, backward
     axes = range(len(mesh.axes))
     was = [produced[:, a][:, None] for a in axes]
     will = [consumed[:, a][None, :] for a in axes]
@@ -195,6 +232,11 @@ def _is_sorted_anew(axis: int, was: Sequence[Rows], was_split: Sequence[Mask], d
 
 def reduction_seconds(mesh: MeshBatch, over: Mask, num_bytes: Array) -> Array:
     """All-reduces over the axes of `over` (strategies, axes) of arrays of `num_bytes` (problems, strategies)."""
+    if mesh.parts:
+        found = np.empty_like(num_bytes)
+        for members, part in mesh.parts:
+            found[members] = reduction_seconds(part, over, num_bytes[members])
+        return found
     way = _Way(mesh, num_bytes)
     way.all_reduce([over[:, a][None, :] for a in range(len(mesh.axes))])
     return way.seconds

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from planloom.cluster import Cluster
 from planloom.collective import StepCost, StepKind
 from planloom.collective.geometry import Stride, Terrain
-from planloom.collective.pricing import geometry_cost
+from planloom.collective.pricing import geometry_cost, groups_cost
 from planloom.layout import Digit, Placement
 
 Array = NDArray[np.float64]
@@ -84,10 +84,14 @@ def _strides(placement: Placement) -> list[AxisStrides]:
 def _curves(cluster: Cluster, strides: AxisStrides) -> AxisCurves:
     """Outermost digit first. All other devices of the cluster do the same meanwhile, along the same axis."""
     digits = [Digit(axis="own", index=i, size=size) for i, (_, size, _) in enumerate(strides)]
-    terrain = Terrain(cluster, (0,) * len(cluster.levels), _all_strides(cluster, strides, digits))
+    everything = _all_strides(cluster, strides, digits)
+    terrain = Terrain(cluster, (0,) * len(cluster.levels), everything)
+    is_torus = any(level.link.shape == "torus" for level in cluster.levels)
     whole = prod(size for _, size, _ in strides)
 
     def flat(kind: StepKind, some: Sequence[Digit]) -> Curve:
+        if is_torus:  # has no geometry: its messages are routed one by one, as in `collective.pricing`
+            return _of_cost(groups_cost(cluster, kind, _groups(cluster, everything, some)))
         return _of_cost(geometry_cost(cluster, kind, terrain.geometry(tuple(some))))
 
     def reduce_scatter(some: Sequence[Digit]) -> Curve:
@@ -116,6 +120,18 @@ def _curves(cluster: Cluster, strides: AxisStrides) -> AxisCurves:
     if not digits:
         return AxisCurves(1, np.zeros_like, np.zeros_like, np.zeros_like, np.zeros_like)
     return AxisCurves(whole, all_reduce(digits), reduce_scatter(digits), all_gather(digits), flat("all_to_all", digits))
+
+
+def _groups(cluster: Cluster, strides: Sequence[Stride], over: Sequence[Digit]) -> tuple[tuple[int, ...], ...]:
+    """The groups of devices that differ in some digits only."""
+    inside, outside = np.zeros(1, dtype=np.intp), np.zeros(1, dtype=np.intp)
+    for own in strides:
+        moves = np.arange(own.size) * (own.stride * prod(cluster.level_counts[own.level + 1 :]))
+        if own.digit in over:
+            inside = np.add.outer(inside, moves).reshape(-1)
+        else:
+            outside = np.add.outer(outside, moves).reshape(-1)
+    return tuple(tuple(int(device) for device in row) for row in np.add.outer(outside, inside))
 
 
 def _all_strides(cluster: Cluster, own: AxisStrides, digits: Sequence[Digit]) -> tuple[Stride, ...]:

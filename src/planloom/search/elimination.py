@@ -22,6 +22,7 @@ All tables have a leading axis: the problems of the batch, alike in structure, d
 from collections import ChainMap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,11 +61,18 @@ class SegmentTables:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Record:
-    """How an eliminated variable follows from others."""
+    """How an eliminated variable follows from others: it minimizes the sum of these tables."""
 
     variable: int
-    others: tuple[int, ...]
-    minimizers: Indices
+    tables: tuple[Table, ...]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Taken:
+    """Which of two alternatives is smaller, by the variables that live on."""
+
+    variables: tuple[int, ...]
+    numbers: Indices
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -72,8 +80,7 @@ class _Step:
     """The elimination of one segment: records in the order in which they were made, for each of its alternatives."""
 
     records: tuple[tuple[_Record, ...], ...]
-    taken: _Record | None = None
-    """Which alternative, by the variables that live on."""
+    taken: _Taken | None = None
     shift: int = 0
     """To be added to the variables of the records, where the step of an earlier, equal segment stands for this one."""
     relative_from: int = 0
@@ -92,8 +99,8 @@ class Minimum:
     alternatives: tuple[Indices, ...]
 
 
-def minimize(segments: Sequence[SegmentTables], sizes: Mapping[int, int]) -> Minimum:
-    """Exact, for every problem of the batch."""
+def minimize(segments: Sequence[SegmentTables], sizes: Mapping[int, int], *, with_choices: bool = True) -> Minimum:
+    """Exact, for every problem of the batch; without choices only the minima."""
     num_problems = segments[0].tables[0].numbers.shape[0]
     total = np.zeros(num_problems)
     message: tuple[Table, ...] = ()
@@ -116,7 +123,7 @@ def minimize(segments: Sequence[SegmentTables], sizes: Mapping[int, int]) -> Min
         steps.append(replace(step, relative_from=before.first if before is not None else 0))
         message = normalized
     assert not message, "variables are left over"
-    variables, alternatives = _backtracked(steps, num_problems)
+    variables, alternatives = _backtracked(steps, num_problems) if with_choices else ({}, ())
     return Minimum(totals=total, variables=variables, alternatives=alternatives)
 
 
@@ -151,7 +158,7 @@ def _step(segment: SegmentTables, message: Sequence[Table], sizes: Mapping[int, 
         return _Step((records,)), left
     others, also_left = _eliminated(segment, [*message, *segment.alternative], sizes)
     one, two = summed(left), summed(also_left)
-    taken = _Record(-1, one.variables, (two.numbers < one.numbers).astype(np.intp))
+    taken = _Taken(one.variables, (two.numbers < one.numbers).astype(np.intp))
     return _Step((records, others), taken), [Table(one.variables, np.minimum(one.numbers, two.numbers))]
 
 
@@ -159,23 +166,35 @@ def _eliminated(
     segment: SegmentTables, tables: Sequence[Table], sizes: Mapping[int, int]
 ) -> tuple[tuple[_Record, ...], list[Table]]:
     """Eliminate all variables that nothing later touches."""
-    tables = list(tables)
-    waiting = _waiting(segment)
-    records = []
-    while waiting:
-        neighbours = {v: {o for t in tables if v in t.variables for o in t.variables} for v in waiting}
-        variable = min(waiting, key=lambda v: (_volume(neighbours[v], sizes), v))
-        own = [t for t in tables if variable in t.variables]
-        tables = [t for t in tables if variable not in t.variables]
+    left, records = list(tables), []
+    first, waiting = segment.first, _waiting(segment)
+    structure = tuple(tuple(v - first for v in table.variables) for table in left)
+    around = sorted({v for table in structure for v in table})
+    order = _order(structure, frozenset(v - first for v in waiting), tuple((v, sizes[v + first]) for v in around))
+    for variable in (v + first for v in order):
+        own = tuple(t for t in left if variable in t.variables)
+        left = [t for t in left if variable not in t.variables]
         whole = summed(own)
-        axis = 1 + whole.variables.index(variable)
         others = tuple(o for o in whole.variables if o != variable)
-        minimizers = whole.numbers.argmin(axis=axis)
-        least = np.take_along_axis(whole.numbers, np.expand_dims(minimizers, axis), axis).squeeze(axis)
-        records.append(_Record(variable, others, minimizers))
-        tables.append(Table(others, least))
-        waiting.discard(variable)
-    return tuple(records), tables
+        records.append(_Record(variable, own))
+        left.append(Table(others, whole.numbers.min(axis=1 + whole.variables.index(variable))))
+    return tuple(records), left
+
+
+@lru_cache(maxsize=65536)
+def _order(
+    structure: tuple[tuple[int, ...], ...], waiting: frozenset[int], sizes: tuple[tuple[int, int], ...]
+) -> tuple[int, ...]:
+    """In which order to eliminate: always the variable whose table is smallest."""
+    size_of, tables, left = dict(sizes), [frozenset(table) for table in structure], set(waiting)
+    order = []
+    while left:
+        around = {v: frozenset().union(*(t for t in tables if v in t)) for v in left}
+        variable = min(left, key=lambda v: (_volume(around[v], size_of), v))
+        tables = [t for t in tables if variable not in t] + [around[variable] - {variable}]
+        order.append(variable)
+        left.discard(variable)
+    return tuple(order)
 
 
 def _volume(variables: Iterable[int], sizes: Mapping[int, int]) -> int:
@@ -243,7 +262,8 @@ def _backtracked(steps: Sequence[_Step], num_problems: int) -> tuple[dict[int, I
     for step in reversed(steps):
         taken = np.zeros(num_problems, dtype=np.intp)
         if step.taken is not None:
-            taken = _looked_up(step, step.taken, chosen)
+            ends = [chosen[step.moved(v)] for v in step.taken.variables]
+            taken = step.taken.numbers[(np.arange(num_problems), *ends)]
         alternatives.append(taken)
         found = [_followed(step, records, chosen) for records in step.records]
         for variable, values in found[0].items():
@@ -262,6 +282,14 @@ def _followed(step: _Step, records: Sequence[_Record], chosen: Mapping[int, Indi
 
 
 def _looked_up(step: _Step, record: _Record, chosen: Mapping[int, Indices]) -> Indices:
-    others = [chosen[step.moved(other)] for other in record.others]
-    found: Indices = record.minimizers[(np.arange(record.minimizers.shape[0]), *others)]
+    """The minimizer of an eliminated variable, where all others of its tables are chosen."""
+    total: Array | None = None
+    for table in record.tables:
+        axis = table.variables.index(record.variable)
+        numbers = np.moveaxis(table.numbers, 1 + axis, -1)
+        others = [chosen[step.moved(v)] for v in table.variables if v != record.variable]
+        own = numbers[(np.arange(numbers.shape[0]), *others)] if others else numbers
+        total = own if total is None else total + own
+    assert total is not None
+    found: Indices = total.argmin(axis=1)
     return found

@@ -8,6 +8,7 @@ the end all leave room that a faster plan could use, once more with limits raise
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from planloom.cluster import format_bytes
 from planloom.cost import Prices
 from planloom.errors import LayoutError, PlanError
 from planloom.plan import Plan
@@ -25,8 +26,8 @@ _TRIES, _TRIES_OF_OTHERS = 5, 3
 _SPARE = 0.99
 """Of the room: so that rounding does not make another try necessary."""
 _FULL = 0.95
-_FAR = 1.15
-"""Solutions whose estimate is so many times the fastest simulated step are not simulated."""
+_FAR = 1.1
+"""Solutions whose estimate is so many times the fastest simulated step, and the planner's margin, are not simulated."""
 _NO_LOSS = 1.001
 """A solution this close to its bound would gain nothing from more memory."""
 BatchSpec = Mapping[str, tuple[tuple[int, ...], str]]
@@ -71,18 +72,17 @@ def simulate_finalists(
     progress: Callable[[int, int], None] | None = None,
 ) -> Finalists:
     """Build and simulate the best solutions, until so many fit."""
-    limit = planner.device_bytes(wishes)
     fitting: list[Finalist] = []
     refused: list[tuple[str, str]] = []
     for ranked in found.ranked:
         fastest = min((finalist.step_seconds for finalist in fitting), default=float("inf"))
-        if len(fitting) == num_finalists or ranked.seconds > _FAR * fastest:
+        if len(fitting) == num_finalists or ranked.seconds > (_FAR + planner.margin) * fastest:
             break
         if progress is not None:
             progress(len(fitting), num_finalists)
         try:
             tries = _TRIES if ranked is found.ranked[0] else _TRIES_OF_OTHERS
-            fitting.append(_fitted(planner, ranked, prices, batch, limit, tries))
+            fitting.append(_fitted(planner, ranked, prices, batch, wishes, tries))
         except (PlanError, LayoutError) as error:
             refused.append((str(ranked.solution.candidate.shape), error.what))
     ordered = sorted(fitting, key=lambda finalist: (finalist.step_seconds, finalist.plan.name, finalist.placement))
@@ -90,14 +90,17 @@ def simulate_finalists(
 
 
 def _fitted(
-    planner: Planner, ranked: Ranked, prices: Prices, batch: BatchSpec, limit: float, num_tries: int
+    planner: Planner, ranked: Ranked, prices: Prices, batch: BatchSpec, wishes: Wishes, num_tries: int
 ) -> Finalist:
     """The fastest of a few tries that the simulator finds to fit."""
-    solver = planner.solver(ranked.solution.candidate, ranked.limit_bytes, recompute=ranked.recompute)
+    limit = planner.device_bytes(wishes)
+    solver = planner.solver(ranked.solution.candidate, ranked.limit_bytes, wishes)
     solution, limits = ranked.solution, [ranked.limit_bytes] * ranked.solution.candidate.shape.num_stages
     best: Finalist | None = None
+    least = float("inf")
     for _ in range(num_tries):
         finalist = _simulated(planner, solution, solver.tables, prices, batch)
+        least = min(least, finalist.memory_bytes)
         if finalist.memory_bytes <= limit:
             if best is None or finalist.step_seconds < best.step_seconds:
                 best = finalist
@@ -109,7 +112,8 @@ def _fitted(
             break
         solution = again
     if best is None:
-        raise PlanError(f"holds more than {limit / 2**30:.1f} GiB", given=str(ranked.solution.candidate.shape))
+        shape = str(ranked.solution.candidate.shape)
+        raise PlanError(f"holds {format_bytes(least)}, more than {format_bytes(limit)}", given=shape)
     return best
 
 

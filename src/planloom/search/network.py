@@ -10,7 +10,7 @@ rows' own layout, and its bytes are some thousandths of theirs (one for each row
 Variables that stand alike in equal segments have equal keys: their tables are made once.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planloom.blocks import Block, BlockGraph, find_segments
+from planloom.search.space import BlockPin
 
 Key = Hashable
 Numbers = NDArray[np.intp]
@@ -188,12 +189,13 @@ class ChainSegment:
     kind: Key
 
 
-def build_network(blocks: BlockGraph) -> Network:
-    """Variables and edges of a model's blocks."""
+def build_network(blocks: BlockGraph, pins: Sequence[BlockPin] = ()) -> Network:
+    """Variables and edges of a model's blocks. Blocks that pins tell apart have different keys."""
     places: list[Key] = []
     segment_of: list[int] = []
     for number, segment in enumerate(find_segments(blocks)):
-        places += [(segment.fingerprint, i) for i in range(segment.stop - segment.start)]
+        for i, block in enumerate(blocks.blocks[segment.start : segment.stop]):
+            places.append((segment.fingerprint, i, *(pin for pin in pins if pin.matches(block.name))))
         segment_of += [number] * (segment.stop - segment.start)
     variables: list[Variable] = []
     of_block: dict[int, int] = {}

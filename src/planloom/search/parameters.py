@@ -138,6 +138,7 @@ class _Traffic:
             tensor = blocks.graph.tensors[name]
             own = prod(tensor.sizes) * tensor.item_bytes / split[:, 0]
             shards = self._shards(tensor.sizes, block, strategies, name, over)
+            shards &= len(blocks.consumers[name]) == 1  # what several blocks read is replicated, as in `finished`
             is_sharded_once |= shards
             self._add(np.broadcast_to(own, shape), over, shards)
         if option.kind != "replicated":

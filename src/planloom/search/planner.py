@@ -28,12 +28,14 @@ from planloom.search.processes import SharedSeconds, in_processes
 from planloom.search.solutions import Solution, Solver
 from planloom.search.space import Candidate, Shape, Space, Wishes, require_pin, search_space
 from planloom.search.stages import cut_places
-from planloom.search.tables import Tables
+from planloom.search.tables import Tables, computing_seconds
 from planloom.search.work import WorkPrices
 from planloom.simulate.memory import given_bytes
 
-MARGIN = 0.05
-"""Problems whose bound is worse than the best estimate by more are not looked at: no finalist comes of them."""
+MARGIN, WIDE_MARGIN = 0.05, 0.6
+"""Problems whose bound is worse than the best estimate by more are not looked at: no finalist comes of them. Where
+there are few devices, and so little to look at, the margin is wide, so that the best others can be shown."""
+_FEW_DEVICES = 16
 USABLE_MEMORY = 0.92
 """The share of a device's memory that a plan may fill: what remains is for the driver, for libraries and for what an
 allocator cannot use. [Assumed]"""
@@ -51,7 +53,6 @@ class Ranked:
 
     solution: Solution
     limit_bytes: float
-    recompute: bool
 
     @property
     def seconds(self) -> float:
@@ -89,6 +90,7 @@ class _State:
 
     num_wanted: int
     shared: "SharedSeconds"
+    margin: float = MARGIN
     best: list[Ranked] = field(default_factory=list)
     bound: float = float("inf")
     num_problems: int = 0
@@ -97,7 +99,7 @@ class _State:
     @property
     def below(self) -> float:
         """Problems whose bound is not below are left out."""
-        return self.shared.value * (1 + MARGIN)
+        return self.shared.value * (1 + self.margin)
 
     def add(self, ranked: Ranked) -> None:
         """One more solution; of two with the same seconds, which are the same plan under other names, the first."""
@@ -165,21 +167,32 @@ class Planner:
         )
         return Found(ranked=ranked, certificate=certificate)
 
+    @property
+    def margin(self) -> float:
+        return WIDE_MARGIN if self.cluster.num_devices <= _FEW_DEVICES else MARGIN
+
     def space(self, wishes: Wishes) -> Space:
         """The space that wishes leave; pins that concern nothing are refused."""
         for pin in wishes.pins:
             require_pin(pin, self.blocks)
         return search_space(self.cluster.num_devices, batch=self.batch, max_stages=len(self.places) + 1, wishes=wishes)
 
-    def solver(self, candidate: Candidate, limit_bytes: float, *, recompute: bool) -> Solver:
-        """Tables of one candidate alone."""
-        tables = Tables(self.network, self.works, self.cluster, candidate.shape, [candidate], Wishes())
-        return Solver(tables, self.places, limit_bytes=limit_bytes, recompute=recompute)
+    def tables(self, candidates: Sequence[Candidate], wishes: Wishes) -> Tables:
+        """Of candidates of one shape."""
+        network = build_network(self.blocks, wishes.pins) if wishes.pins else self.network
+        return Tables(network, self.works, self.cluster, candidates[0].shape, candidates, wishes)
+
+    def solver(self, candidate: Candidate, limit_bytes: float, wishes: Wishes) -> Solver:
+        """Of one candidate alone; its choices are numbered as those of any batch with the same wishes."""
+        tables = self.tables([candidate], wishes)
+        return Solver(tables, self.places, limit_bytes=limit_bytes, recompute=wishes.recompute)
 
     def _searched(self, space: Space, shape: Shape, limit: float, num_wanted: int, shared: SharedSeconds) -> "_State":
         """One shape on all its placements, with all numbers of micro-batches that may be worth it."""
-        state = _State(num_wanted, shared)
-        worthwhile = [m for m in space.micro_batches if self.least_seconds(shape.num_stages, m) < state.below]
+        state = _State(num_wanted, shared, self.margin)
+        some = [m for m in space.micro_batches if self.least_seconds(shape.num_stages, m) < state.below]
+        bounds = computing_seconds(self.network, self.works, shape, space.wishes, some)
+        worthwhile = [m for m, bound in zip(some, bounds, strict=True) if bound < state.below]
         candidates = [
             Candidate(shape=shape, placement=placement, num_micro=num_micro)
             for placement in space.placements(self.cluster, shape)
@@ -187,7 +200,7 @@ class Planner:
         ]
         state.num_problems = len(candidates)
         if candidates:
-            tables = Tables(self.network, self.works, self.cluster, shape, candidates, space.wishes)
+            tables = self.tables(candidates, space.wishes)
             if tables.is_possible:
                 self._solve(Solver(tables, self.places, limit_bytes=limit, recompute=space.wishes.recompute), state)
         return state
@@ -231,7 +244,7 @@ class Planner:
             found = solver.solve(some, below=state.below)
             state.num_solved += len(some)
             for solution in found:
-                state.add(Ranked(solution=solution, limit_bytes=solver.limit_bytes, recompute=solver.recompute))
+                state.add(Ranked(solution=solution, limit_bytes=solver.limit_bytes))
         if order:
             state.bound = min(state.bound, float(solver.bounds[order].min()))
 

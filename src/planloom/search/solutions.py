@@ -21,12 +21,13 @@ from planloom.search.space import Candidate
 from planloom.search.stages import Estimate, Packing, estimate_stages, kept_micro_batches, pack_stages
 from planloom.search.tables import Costs, Tables
 
-_PRICES = tuple(2.0**power for power in (-9, -7, -6, -5, -4, -3, -2, 0, 2, 5))
-"""Prices of memory, in shares of the one at which all of it costs as much as the step."""
+_PRICES = tuple(2.0**power for power in (-9, -7, -6, -5, -4, -3, -2, 0, 2, 5, 20))
+"""Prices of memory, in shares of the one at which all of it costs as much as the step; the last is `least_memory`'s,
+so that what is said to be enough is found."""
 _CLOSE = 1.03
 """Problems whose first solution is further from the best are not worth finer prices."""
-_MAX_NUMBERS = 2_000_000
-"""In the largest table of problems that are solved at once: 16 MB, about what a processor's cache holds."""
+_MAX_NUMBERS = 1_000_000
+"""In the largest table of problems that are solved at once: 8 MB, about what a processor's cache holds."""
 _ROOMS = (1.0, 0.99, 0.97, 0.93)
 """Shares of the room that are tried where options meet and hold more between them than each by itself."""
 _ROUNDS, _FINER = 2, 4
@@ -56,19 +57,24 @@ class Solver:
         one = tables.costs(np.zeros(1), np.zeros(1), np.array([0]), recompute=recompute)
         self._portion = max(1, _MAX_NUMBERS // largest_table(one.segments, one.sizes))
         everything = np.arange(len(tables.candidates))
-        self._free = self._minimized(np.zeros(len(everything)), self.kept, everything, recompute=False)
-        """Where memory costs nothing."""
-        self.bounds = self._free.totals / self.num_stages
+        self._totals = self._least(everything)
+        """J of every problem where memory costs nothing."""
+        self.bounds = self._totals / self.num_stages
         """A lower bound on the step of every problem."""
 
     def solve(self, problems: Sequence[int], *, below: float) -> list[Solution]:
         """Of these problems those that fit into memory and may be faster than `below`."""
-        found, left = list[Solution](), list[int]()
-        for g in problems:
-            if self.bounds[g] < below:
-                solution = self._fitted(g, [self._free.choice(g)])[1]
-                found += [solution] if solution is not None else []
-                left += [g] if solution is None else []
+        found, left = list[Solution](), dict[int, Choice]()
+        worthwhile = np.array([g for g in problems if self.bounds[g] < below], dtype=np.intp)
+        if not len(worthwhile):
+            return []
+        free = self._minimized(np.zeros(len(worthwhile)), self.kept[worthwhile], worthwhile, recompute=False)
+        for i, g in enumerate(int(g) for g in worthwhile):
+            solution = self._fitted(g, [free.choice(i)])[1]
+            if solution is not None:
+                found.append(solution)
+            else:
+                left[g] = free.choice(i)
         return [*found, *self._under_limit(left, below)]
 
     def again(self, solution: Solution, limits: Sequence[float]) -> Solution | None:
@@ -80,7 +86,7 @@ class Solver:
 
     def smallest(self, g: int, price: float) -> Choice:
         """The solution for one price of memory, in shares of that at which all memory costs as much as the step."""
-        scale = float(self._free.totals[g]) / (self.num_stages * self.limit_bytes)
+        scale = float(self._totals[g]) / (self.num_stages * self.limit_bytes)
         (choice,) = self._at_prices({g: [price * scale]})[g].values()
         return self._settled(g, choice)
 
@@ -89,6 +95,15 @@ class Solver:
         figures = block_figures(self.tables, g, choice)
         exchange = exchange_seconds(self.tables, g, choice, first_blocks)
         return estimate_stages(figures, first_blocks, self.tables.candidates[g].num_micro, exchange)
+
+    def _least(self, problems: Indices) -> Array:
+        """The least J of problems where memory costs nothing."""
+        portions = []
+        for start in range(0, len(problems), self._portion):
+            own = problems[start : start + self._portion]
+            costs = self.tables.costs(np.zeros(len(own)), np.zeros(len(own)), own)
+            portions.append(minimize(costs.segments, costs.sizes, with_choices=False).totals)
+        return np.concatenate(portions)
 
     def _minimized(self, prices: Array, kept: Array, problems: Indices, *, recompute: bool) -> "_Minimized":
         """Problems in portions whose tables are not too large."""
@@ -100,19 +115,22 @@ class Solver:
             portions.append(_Minimized.of(costs))
         return _Minimized.joined(portions)
 
-    def _under_limit(self, problems: Sequence[int], below: float) -> list[Solution]:
-        """Options for a row of prices of memory, packed into stages; finer prices for those that come close."""
+    def _under_limit(self, problems: Mapping[int, Choice], below: float) -> list[Solution]:
+        """Options for a row of prices of memory, packed into stages; finer prices for those that come close.
+
+        `problems`: with what is chosen where memory costs nothing.
+        """
         if not problems:
             return []
         rows = {}
         for g in problems:
-            scale = float(self._free.totals[g]) / (self.num_stages * self.limit_bytes)
+            scale = float(self._totals[g]) / (self.num_stages * self.limit_bytes)
             rows[g] = [scale * price for price in _PRICES]
         found = []
         options = self._at_prices(rows)
         for g in problems:
             if self.bounds[g] < below:
-                solution = self._packed(g, {0.0: self._free.choice(g), **options[g]}, below)
+                solution = self._packed(g, {0.0: problems[g], **options[g]}, below)
                 found += [solution] if solution is not None else []
         return found
 

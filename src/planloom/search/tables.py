@@ -22,7 +22,7 @@ from planloom.blocks import Block
 from planloom.cluster import Cluster
 from planloom.graph import Graph
 from planloom.plan.checks import BATCH_DIM
-from planloom.search.conversions import Array, AxisBatch, MeshBatch, conversion_seconds
+from planloom.search.conversions import Array, MeshBatch, conversion_seconds
 from planloom.search.curves import AxisCurves, axis_curves
 from planloom.search.elimination import Indices, SegmentTables, Table
 from planloom.search.network import ChainSegment, Edge, Key, Network, Variable
@@ -118,7 +118,7 @@ class Tables:
             return
         for key, variable in self.network.representatives.items():
             if variable.tensor:
-                readers = [self._read_states(reader, variable.tensor) for reader in self._readers(variable)]
+                readers = [self._any_states(reader, variable.tensor) for reader in self._readers(variable)]
                 self.layouts[key] = junction_layouts(self.graph, variable.tensor, readers, self.shape)
         for key, variable in self.network.representatives.items():
             self.unary[key] = self._junction(variable) if variable.tensor else self._block(variable)
@@ -128,6 +128,14 @@ class Tables:
     def _readers(self, junction: Variable) -> list[Variable]:
         variables, of_block = self.network.variables, self.network.of_block
         return [variables[of_block[block]] for block in self.network.readers[junction.number]]
+
+    def _any_states(self, reader: Variable, tensor: str) -> Rows:
+        """Its states under all strategies, pinned or not: a plan, which knows no pins, has the same junctions."""
+        if not self._wishes.pins:
+            return self._read_states(reader, tensor)
+        block = self.network.blocks.blocks[reader.block]
+        strategies = block_strategies(block, self.shape, everywhere=self.works.by_volume)
+        return boundary_states(self.graph, block, strategies, tensor)
 
     def _read_states(self, reader: Variable, tensor: str) -> Rows:
         block = self.network.blocks.blocks[reader.block]
@@ -139,12 +147,9 @@ class Tables:
     def _block(self, variable: Variable) -> UnaryTables:
         block, strategies = self.network.blocks.blocks[variable.block], self.strategies[variable.key]
         distinct, where = np.unique(strategies.pieces, axis=0, return_inverse=True)
-        batch = next((d for d, dim in enumerate(block.dims) if dim.name == BATCH_DIM), -1)
         shape = (len(self.candidates), len(distinct))
         figures = np.full((4, *shape), np.inf)
-        by_micro: dict[int, NDArray[np.float64]] = {}
-        for micro in dict.fromkeys(self.num_micro.tolist()):
-            by_micro[micro] = self._works(block, distinct, batch, micro)
+        by_micro = {m: works_of(self.works, block, distinct, m) for m in dict.fromkeys(self.num_micro.tolist())}
         for g, micro in enumerate(self.num_micro.tolist()):
             figures[:, g] = by_micro[micro]
         forward, backward, saved, peak = (figures[i][:, where.reshape(-1)] for i in range(4))
@@ -174,20 +179,6 @@ class Tables:
         for tensor in self.network.leaving(variable):
             total = total + self._local_bytes(tensor, self._read_states(variable, tensor), producer)
         return total
-
-    def _works(self, block: Block, pieces: Rows, batch: int, micro: int) -> NDArray[np.float64]:
-        """Forward and backward seconds, saved and peak bytes, for rows of pieces; infinite where the batch does not
-        divide."""
-        found = np.full((4, len(pieces)), np.inf)
-        found[2:] = 0.0
-        for i, row in enumerate(pieces.tolist()):
-            if batch >= 0:
-                row[batch] *= micro
-                if block.dims[batch].size % row[batch]:
-                    continue
-            work = self.works.work(block, tuple(row))
-            found[:, i] = (work.forward_seconds, work.backward_seconds, work.saved_bytes, work.peak_bytes)
-        return found
 
     def kept(self, block: Block) -> Kept:
         if block.index not in self._kept:
@@ -372,6 +363,43 @@ def _tables(segment: ChainSegment, numbers: Sequence[Array], pairs: Mapping[Key,
     return tuple(found)
 
 
+def works_of(works: WorkPrices, block: Block, pieces: Rows, micro: int) -> NDArray[np.float64]:
+    """Forward and backward seconds, saved and peak bytes, for rows of pieces; infinite where the batch does not
+    divide."""
+    batch = next((d for d, dim in enumerate(block.dims) if dim.name == BATCH_DIM), -1)
+    found = np.full((4, len(pieces)), np.inf)
+    found[2:] = 0.0
+    for i, row in enumerate(pieces.tolist()):
+        if batch >= 0:
+            row[batch] *= micro
+            if block.dims[batch].size % row[batch]:
+                continue
+        work = works.work(block, tuple(row))
+        found[:, i] = (work.forward_seconds, work.backward_seconds, work.saved_bytes, work.peak_bytes)
+    return found
+
+
+def computing_seconds(
+    network: Network, works: WorkPrices, shape: Shape, wishes: Wishes, micro_batches: Sequence[int]
+) -> list[float]:
+    """A bound on every plan of a shape: each block with the strategy that computes fastest, and the bubble."""
+    totals = np.zeros(len(micro_batches))
+    for key, numbers, _ in network.places_of_keys:
+        variable = network.representatives[key]
+        if variable.tensor:
+            continue
+        block = network.blocks.blocks[variable.block]
+        strategies = block_strategies(block, shape, wishes.pins, everywhere=works.by_volume)
+        if not len(strategies):
+            return [float("inf")] * len(micro_batches)
+        pieces = np.unique(strategies.pieces, axis=0)
+        for i, micro in enumerate(micro_batches):
+            figures = works_of(works, block, pieces, micro)
+            totals[i] += len(numbers) * float((figures[0] + figures[1]).min())
+    weights = np.array([micro + shape.num_stages - 1 for micro in micro_batches]) / shape.num_stages
+    return [float(seconds) for seconds in totals * weights]
+
+
 def sum_of(arrays: Sequence[Array]) -> Array:
     total = arrays[0]
     for array in arrays[1:]:
@@ -397,7 +425,4 @@ def _mesh(cluster: Cluster, shape: Shape, candidates: Sequence[Candidate], *, by
             curves = dict(zip(candidate.placement.axes, found, strict=True))
             known[key] = tuple(curves[name] for name in shape.names)
         rows.append(known[key])
-    axes = tuple(AxisBatch.of(column) for column in zip(*rows, strict=True))
-    speeds = [min(curves.speed for curves in axis.curves) if axis.size > 1 else np.inf for axis in axes]
-    order = sorted(range(len(axes)), key=lambda a: (-speeds[a], -a))
-    return MeshBatch(axes=axes, fastest_first=tuple(order), device=cluster.device, by_volume=by_volume)
+    return MeshBatch.of(rows, cluster.device, by_volume=by_volume)
