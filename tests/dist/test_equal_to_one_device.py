@@ -39,7 +39,6 @@ FOUR = [
     "dp=2,tp=2,sequence,vocab,zero1",
     "dp=4,zero1",
     "dp=4,zero3",
-    "dp=4,zero2,micro=2",
     "dp=2,tp=2,zero3,micro=2",
     "pp=2,tp=2,micro=4,1f1b",
     "pp=2,tp=2,vocab,sequence,micro=4,gpipe",
@@ -55,14 +54,17 @@ FEWER = [
 """All cases; those that `make test` leaves to `make test-all` are marked."""
 
 
-RECOMPUTED = [
+FURTHER = [
+    ("gpt", "dp=2,zero2,micro=2"),
     ("gpt-deep", "tp=2,sequence,vocab,recompute"),
     ("llama-deep", "dp=2,zero3,micro=2,recompute"),
+    pytest.param("llama", "dp=4,zero2,micro=2", marks=pytest.mark.slow),
     pytest.param("gpt-deep", "pp=2,micro=4,gpipe,recompute", marks=pytest.mark.slow),
     pytest.param("llama-deep", "pp=2,dp=2,zero2,recompute,micro=4,1f1b", marks=pytest.mark.slow),
     pytest.param("gpt-deep", "dp=2,tp=2,vocab,zero1,recompute", marks=pytest.mark.slow),
     pytest.param("llama-deep", "tp=2,tp2=2,vocab,recompute", marks=pytest.mark.slow),
 ]
+"""Layers that are recomputed, on models that are deep enough to have some that repeat, and ZeRO-2."""
 
 
 def world_of(plan: str) -> int:
@@ -76,8 +78,8 @@ def test_gradients_and_sgd_in_float64(pools: dict[int, Pool], model: str, plan: 
     require_equal(results, expected)
 
 
-@pytest.mark.parametrize(("model", "plan"), RECOMPUTED)
-def test_layers_that_are_recomputed(pools: dict[int, Pool], model: str, plan: str) -> None:
+@pytest.mark.parametrize(("model", "plan"), FURTHER)
+def test_recomputed_layers_and_scattered_gradients(pools: dict[int, Pool], model: str, plan: str) -> None:
     results = pools[world_of(plan)].run(train, model, plan, torch.float64, "sgd", 3)
     require_equal(results, reference(model, torch.float64, "sgd", 3))
 

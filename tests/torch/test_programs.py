@@ -92,6 +92,12 @@ def test_many_random_plans(model: str, seed: int) -> None:
     require_equal_to_one_device(model, random_plan(model, seed))
 
 
+@pytest.mark.parametrize("seed", [172, 187])
+def test_shards_whose_layout_changes_in_two_steps(seed: int) -> None:
+    """Random plans that once awaited the first step of a scatter too late, or gathered by the second step first."""
+    require_equal_to_one_device("gpt", random_plan("gpt", seed))
+
+
 def test_megatron_needs_two_all_reduces_a_layer_each_way() -> None:
     blocks = captured("llama", torch.float64)
     program = build_program(blocks, named_plan(blocks, parse_named("tp=2"), batch=spec_of("llama")))

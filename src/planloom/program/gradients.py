@@ -40,8 +40,9 @@ class Gradients:
     def scatter(self, stage: StageBodies, scattered: list[tuple[Slot, list[Collective], Buffer]]) -> None:
         """Reduce gradients to the optimizer's shards; they are awaited and added after the next run's backward."""
         body = self.connections.together([found for _, found, _ in scattered], takes_sources=True)
-        stage.backward += [i for i in body if not isinstance(i, Wait)]
-        stage.delayed += [i for i in body if isinstance(i, Wait)]
+        last = [Wait(buffer=found[-1].target) for _, found, _ in scattered if found]
+        stage.backward += [i for i in body if i not in last]
+        stage.delayed += last
         for slot, found, cotangent in scattered:
             layout = self.parameters[slot.tensor].optimizer_layout
             self.accumulate(stage.delayed, stage, slot, found[-1].target if found else cotangent, layout)

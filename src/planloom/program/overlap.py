@@ -19,6 +19,7 @@ from planloom.program.values import (
     Collective,
     Forward,
     Instruction,
+    Wait,
     collectives_in,
     signature,
 )
@@ -88,19 +89,22 @@ def prefetch(body: Sequence[Instruction], gathered: Mapping[Buffer, object] | fr
     """Start every gather of these buffers before the run that comes before the one that reads them."""
     result: list[Instruction] = []
     for instruction in body:
-        targets = {collective.target for collective in collectives_in(instruction)}
-        if targets and all(target in gathered for target in targets):
-            result.insert(_one_run_before(result, targets), instruction)
+        collectives = collectives_in(instruction)
+        if collectives and all(collective.target in gathered for collective in collectives):
+            result.insert(_one_run_before(result, collectives), instruction)
         else:
             result.append(instruction)
     return result
 
 
-def _one_run_before(body: Sequence[Instruction], targets: set[Buffer]) -> int:
-    """The place before the last run of a body, or behind whatever touches the targets after it."""
+def _one_run_before(body: Sequence[Instruction], collectives: Sequence[Collective]) -> int:
+    """The place before the last run of a body, or behind what touches the targets or brings the sources after it."""
+    targets, sources = ({getattr(c, end) for c in collectives} for end in ("target", "source"))
     for at in reversed(range(len(body))):
-        if targets.intersection((*reads(body[at]), *writes(body[at]))):
+        instruction = body[at]
+        brought = (instruction.buffer,) if isinstance(instruction, Wait) else writes(instruction)
+        if targets.intersection((*reads(instruction), *writes(instruction))) or sources.intersection(brought):
             return at + 1
-        if isinstance(body[at], Forward | Backward):
+        if isinstance(instruction, Forward | Backward):
             return at
     return len(body)
