@@ -83,7 +83,7 @@ def _placement_table(finalist: Finalist, cluster: Cluster) -> Table:
     table.add_column("size", justify="right", style="dim")
     table.add_column("splits", style="dim")
     used = axis_uses(finalist)
-    for words in finalist.placement.split(", "):
+    for words in filter(None, finalist.placement.split(", ")):
         name, row = words.split(" ")
         entries = [int(entry) for entry in row.split("×")]
         if prod(entries) > 1:

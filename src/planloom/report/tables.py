@@ -40,7 +40,7 @@ def sources_words(sources: Sequence[str]) -> str:
     """Where prices come from, in a word or two."""
     if "modelled" not in sources:
         return "measured"
-    return "modelled" if set(sources) == {"modelled"} else "in part modelled"
+    return "modelled" if set(sources) == {"modelled"} else "mixed"
 
 
 def cluster_table(cluster: Cluster) -> Table:

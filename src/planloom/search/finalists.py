@@ -7,10 +7,12 @@ the end all leave room that a faster plan could use, once more with limits raise
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from planloom.cluster import format_bytes
 from planloom.cost import Prices
 from planloom.errors import LayoutError, PlanError
+from planloom.layout import Placement
 from planloom.plan import Plan
 from planloom.program import Program, build_program
 from planloom.search.exhaustive import Candidate
@@ -143,15 +145,21 @@ def _simulated(planner: Planner, solution: Solution, tables: Tables, prices: Pri
         program=program,
         timeline=simulate(program, prices, with_events=False),
         estimate=solution.estimate,
-        placement=str(solution.candidate.placement),
+        placement=_placed(solution.candidate.placement),
     )
+
+
+def _placed(placement: Placement) -> str:
+    """A placement in words, without axes of one device."""
+    rows = zip(placement.axes, placement.matrix, strict=True)
+    return ", ".join(f"{name} {'×'.join(map(str, row))}" for name, row in rows if prod(row) > 1)
 
 
 def as_candidate(finalist: Finalist, *, name: str = "") -> Candidate:
     """A finalist among other plans, to be ranked with them."""
     return Candidate(
         name=name or finalist.plan.name,
-        placement=finalist.placement,
+        placement=finalist.placement or "one device",
         plan=finalist.plan,
         program=finalist.program,
         timeline=finalist.timeline,
