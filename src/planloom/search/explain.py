@@ -19,7 +19,7 @@ Strategy = dict[str, tuple[str, ...]]
 class Alternative:
     """A strategy of a block, and by how many seconds the best step with it is longer than the best step of all.
 
-    `compute_seconds` and `communication_seconds`: of the block itself and of the edges that lead to it, a micro-batch.
+    `compute_seconds`: of the block itself, a micro-batch.
     """
 
     strategy: Strategy

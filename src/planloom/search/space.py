@@ -16,7 +16,6 @@ with a row for the stages) with a number of micro-batches.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from math import prod
 from typing import Literal
 
 from planloom.blocks import BlockGraph
@@ -83,10 +82,6 @@ class Shape:
     names: tuple[str, ...]
     kinds: tuple[AxisKind, ...]
     sizes: tuple[int, ...]
-
-    @property
-    def devices_a_stage(self) -> int:
-        return prod(self.sizes)
 
     def __str__(self) -> str:
         degrees = {STAGES: self.num_stages, **dict(zip(self.names, self.sizes, strict=True))}

@@ -282,31 +282,23 @@ class Tables:
         kept_micro: Array,
         problems: Indices,
         *,
-        stage_of: Indices | None = None,
         recompute: bool = False,
     ) -> Costs:
         """The sum J of some problems, for a price of memory and a number of micro-batches kept, one number a problem.
 
-        With `stage_of`, the stage of every block, both have a row a stage. `recompute`: as an alternative, where
-        allowed.
+        `recompute`: as an alternative, where allowed.
         """
-        if stage_of is None:
-            price_of_memory, kept_micro = price_of_memory[None, :], kept_micro[None, :]
         network = self.network
-        at = [0 if stage_of is None else int(stage_of[v.block]) for v in network.variables]
-        weighed = [
-            self._weighed(price, kept, problems, recompute=recompute)
-            for price, kept in zip(price_of_memory, kept_micro, strict=True)
-        ]
+        weighed = self._weighed(price_of_memory, kept_micro, problems, recompute=recompute)
         weights = self.weights[problems][:, None, None]
         pairs = {key: weights * (p.forward[problems] + p.backward[problems]) for key, p in self.pairs.items()}
         again = {key: pairs[key] + weights * p.forward[problems] for key, p in self.pairs.items()} if recompute else {}
         segments = []
         for segment in network.chain:
-            numbers = [weighed[at[v.number]].kept[v.key] for v in segment.variables]
+            numbers = [weighed.kept[v.key] for v in segment.variables]
             alternative: tuple[Table, ...] = ()
             if recompute and segment.is_repeated:
-                others = [weighed[at[v.number]].recomputed[v.key] for v in segment.variables]
+                others = [weighed.recomputed[v.key] for v in segment.variables]
                 alternative = _tables(segment, others, again)
             segments.append(
                 SegmentTables(
@@ -314,14 +306,14 @@ class Tables:
                     tables=_tables(segment, numbers, pairs),
                     lives_on=segment.lives_on,
                     last_touched=segment.last_touched,
-                    kind=(segment.kind, segment.is_repeated, tuple(at[v.number] for v in segment.variables)),
+                    kind=(segment.kind, segment.is_repeated),
                     alternative=alternative,
                 )
             )
         return Costs(
             segments=tuple(segments),
             sizes={v.number: self.num_choices(v.key) for v in network.variables},
-            options=tuple(weighed[s].options.get(v.key) for s, v in zip(at, network.variables, strict=True)),
+            options=tuple(weighed.options.get(v.key) for v in network.variables),
         )
 
     def _weighed(self, price: Array, kept_micro: Array, problems: Indices, *, recompute: bool) -> "_Weighed":

@@ -28,7 +28,6 @@ class Work:
     backward_seconds: float
     saved_bytes: int
     peak_bytes: int
-    uncertainty: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,10 +45,6 @@ class WorkPrices:
         self.blocks, self.device, self.fused, self.by_volume = blocks, device, fused, by_volume
         self._known: dict[tuple[object, Pieces], Work] = {}
         self._classes: dict[int, object] = {}
-
-    @property
-    def num_priced(self) -> int:
-        return len(self._known)
 
     def class_of(self, block: Block) -> object:
         """Equal for blocks with equal work."""
@@ -73,18 +68,12 @@ class WorkPrices:
             for phase in ("forward", "backward")
         )
         memory = run_memory(self.blocks, _program(run), run, fused=self.fused)
-        seconds = forward.seconds + backward.seconds
         counted = 0.0 if self.by_volume else 1.0
         return Work(
             forward_seconds=counted * forward.seconds,
             backward_seconds=counted * backward.seconds,
             saved_bytes=memory.saved_bytes,
             peak_bytes=max(memory.forward_peak_bytes, memory.backward_peak_bytes),
-            uncertainty=(
-                (forward.seconds * forward.uncertainty + backward.seconds * backward.uncertainty) / seconds
-                if seconds
-                else 0.0
-            ),
         )
 
     def kept(self, block: Block) -> Kept:
