@@ -3,7 +3,7 @@
 Topologies and models are small enough for shares of one machine, and for minutes.
 
 Models on eight ranks have eight key and value heads and eight experts, so that all rivals can split them, and half the
-layers: their ranks have half the share of a core.
+layers and samples: their ranks have half the share of a core, and of the links.
 """
 
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from pathlib import Path
 from planloom.plan import NamedPlan, library
 
 _FOLDERS = (Path("benchmarks/clusters"), Path("testbed/clusters"))
-_SIZES = "vocab_size=1024&seq=64&batch=16&dtype=float32"
+_SIZES = "vocab_size=1024&seq=64&batch={batch}&dtype=float32"
 _HEADS = "num_attention_heads=8&num_key_value_heads={heads}"
 _SOURCES = {
     "GPT": f"gpt2?n_layer={{layers}}&n_embd=192&n_head=8&{_SIZES}&attn_pdrop=0&embd_pdrop=0&resid_pdrop=0",
@@ -70,7 +70,8 @@ class Case:
 
 def source_of(model: str, num_ranks: int) -> str:
     layers = _LAYERS[model] if num_ranks < 8 else max(2, _LAYERS[model] // 2)
-    return _SOURCES[model].format(layers=layers, heads=4 if num_ranks < 8 else 8)
+    heads, batch = (4, 16) if num_ranks < 8 else (8, 8)
+    return _SOURCES[model].format(layers=layers, heads=heads, batch=batch)
 
 
 TOPOLOGIES = (

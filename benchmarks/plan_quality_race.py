@@ -26,6 +26,8 @@ TORCH = ("DDP", "FSDP2", "DTensor TP")
 FLAT, OURS, VOLUME = "TP flat", "TP ours", "volume"
 _BUDGET_SECONDS = 0.1
 _NUM_MEASURED = 8
+_MANY_RANKS = 8
+"""From here on a profile takes minutes, and fewer finalists are profiled."""
 _SCREEN_STEPS = 2
 _FAR = 2.0
 """Plans whose first step takes so many times the fastest so far are measured no further."""
@@ -120,7 +122,9 @@ class Race:
         self.say("search")
         started = time.monotonic()
         planner = Planner(blocks, self.cluster, fused=False)
-        best = find_best(planner, self._prices(), spec, num_finalists=self.effort.num_finalists)
+        most = self.effort.num_finalists
+        num_finalists = most if self.cluster.num_devices < _MANY_RANKS else most * 5 // 8
+        best = find_best(planner, self._prices(), spec, num_finalists=num_finalists)
         search_seconds = time.monotonic() - started
         self.ranks.ask("load", model=self.case.source)
         ranked, tried = settle(self._ranked(best), self._try_out)

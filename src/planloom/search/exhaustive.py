@@ -93,7 +93,7 @@ def price_plans(
 
 TELL_APART = 0.15
 """Simulated steps nearer than this may be in another order when measured. [Empirical] testbed, AMD EPYC, 2026-11-18:
-with all runs and links measured, pipelines of the small GPT on flat-of-4 were predicted 7 % too fast to 14 % too slow."""
+with all runs and links measured, pipelines of a small GPT on flat-of-4 were predicted 7 % too fast to 14 % too slow."""
 MOST_TRIED = 5
 
 
