@@ -5,8 +5,8 @@ the same plan are one. A row's plan is expressed in our terms: stages, a data ax
 for Megatron's distributed optimizer, micro-batches. It is simulated on every placement, the fastest counts; where it
 would not fit into memory by our figures, its layers are recomputed, which the rows do not tell. Interleaved schedules
 are priced as 1F1B with the same stages, and marked. The chosen plan is that of a search with everything open but a
-second free axis (`tp2` is pinned to 1), without which published plans do, too: what is left out can only make the
-chosen plan worse. Both have the same prices: the cluster's figures. Every job's row is written when it is there; a run
+second free axis (`tp2` is pinned to 1) and, on more than 64 GPUs, other numbers of stages than the published one: what
+is left out can only make the chosen plan worse. Both have the same prices: the cluster's figures. Every job's row is written when it is there; a run
 that was interrupted goes on with the others.
 """
 
@@ -56,6 +56,8 @@ MODELS = {
     "LLAMA3.1-405B": "llama3-405b",
 }
 _MAX_PLACEMENTS = 8
+_OPEN_GPUS = 64
+"""With more of them the number of stages is pinned to the published one: the search of all takes over ten minutes."""
 DEFAULT_WORK = Path(".planloom/published_plans")
 
 
@@ -247,11 +249,12 @@ def compare(job: Job, searched: dict[tuple[Any, ...], Best], say: Callable[[str]
     fitting = [each for each in found if each[1] <= limit]
     seconds, num_bytes, name = min(fitting) if fitting else min(found, key=lambda each: each[1])
     fastest = min(found)
-    key = (source, cluster.name, job.num_gpus)
+    wishes = Wishes(tp2=1) if job.num_gpus <= _OPEN_GPUS else Wishes(tp2=1, pp=job.pp)
+    key = (source, cluster.name, job.num_gpus, wishes)
     if key not in searched:
         say(f"{job.label}: search")
         planner = Planner(captured.blocks, cluster, fused=True)
-        searched[key] = find_best(planner, prices, captured.spec, Wishes(tp2=1))
+        searched[key] = find_best(planner, prices, captured.spec, wishes)
     best = searched[key]
     return Row(
         job=job,
@@ -271,7 +274,7 @@ def compare(job: Job, searched: dict[tuple[Any, ...], Best], say: Callable[[str]
 def measure(arguments: argparse.Namespace) -> Outcome:
     jobs, num_rows, num_all = read_jobs(arguments.data)
     possible = [job for job in jobs if not job.why_not]
-    possible = sorted(possible, key=lambda job: (job.model, job.global_batch, job.seq, job.gpu))
+    possible = sorted(possible, key=lambda job: (job.num_gpus, job.model, job.global_batch, job.seq, job.gpu))
     possible = [job for job in possible if arguments.only in job.label]
     possible = possible[:1] if arguments.quick else possible
     work = (arguments.work or DEFAULT_WORK) / digest()
