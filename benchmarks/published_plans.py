@@ -1,13 +1,13 @@
 """Published plans against chosen ones: for jobs that others have run, is the plan that the search chooses ever worse?
 
 The jobs are the bf16 rows of `../shared/data/megatron_bridge_perf.csv`, read where they lie; rows of the same job with
-the same plan are one. A row's plan is expressed in our terms: stages, a data axis, an axis of experts inside it, ZeRO-1
-for Megatron's distributed optimizer, micro-batches. It is simulated on every placement, the fastest counts; where it
-would not fit into memory by our figures, its layers are recomputed, which the rows do not tell. Interleaved schedules
-are priced as 1F1B with the same stages, and marked. The chosen plan is that of a search with everything open but a
-second free axis (`tp2` is pinned to 1) and, on more than 64 GPUs, other numbers of stages than the published one: what
-is left out can only make the chosen plan worse. Both have the same prices: the cluster's figures. Every job's row is written when it is there; a run
-that was interrupted goes on with the others.
+the same plan are one. A row's plan is expressed in our terms: stages, a data axis, an axis of experts inside it,
+ZeRO-1 for Megatron's distributed optimizer, micro-batches. It is simulated on every placement, the fastest counts;
+where it would not fit into memory by our figures, its layers are recomputed, which the rows do not tell. Interleaved
+schedules are priced as 1F1B with the same stages, and marked. The chosen plan is that of a search with everything open
+but a second free axis (`tp2` is pinned to 1) and, on more than 64 GPUs, other numbers of stages than the published
+one: what is left out can only make the chosen plan worse. Both have the same prices: the cluster's figures. Every
+job's row is written when it is there; a run that was interrupted goes on with the others.
 """
 
 import argparse
