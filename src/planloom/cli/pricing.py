@@ -145,8 +145,8 @@ class Lab:
                 **({"launch": self.launch} if self.launch is not None else {}),
             )
 
-    def try_out(self, model: str, plans: Sequence[Plan]) -> list[float]:
-        """Seconds of a step under each of these plans, trained here for a few."""
+    def require_trials(self) -> None:
+        """Refuse to try plans out where this machine is not the cluster."""
         if not self.with_links or self.device != "cpu":
             raise PriceError(
                 "plans cannot be tried out here",
@@ -154,6 +154,9 @@ class Lab:
                 required="a cluster of CPU devices whose links are this machine's",
                 todo="leave out --try-out",
             )
+
+    def try_out(self, model: str, plans: Sequence[Plan]) -> list[float]:
+        """Seconds of a step under each of these plans, trained here for a few."""
         from planloom.execute.processes import run_workers
         from planloom.train.session import train_locally
 

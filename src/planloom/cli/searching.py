@@ -140,6 +140,8 @@ def plan_command(
         best = find_best(planner, pricing.prices, captured.spec, wishes, progress=on_progress)
     if measure:
         lab = lab_for(pricing.prices, store)
+        if try_out:
+            lab.require_trials()
         ranked = measure_lazily(source, [as_candidate(f) for f in best.finalists], pricing.prices, lab).ranked
         ranked, _ = settle(ranked, partial(lab.try_out, source)) if try_out else (ranked, {})
         by_plan = {id(f.plan): f for f in best.finalists}
