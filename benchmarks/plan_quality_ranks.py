@@ -11,6 +11,7 @@ from threading import Thread
 from types import TracebackType
 from typing import Any, Self
 
+from planloom.errors import PlanloomError
 from testbed import OpenDevices
 from testbed.results import RunResult
 
@@ -61,7 +62,7 @@ class Ranks:
         command = [sys.executable, "-m", "benchmarks.plan_quality_rank", str(self._folder)]
         try:
             self._result = self._devices.run(command, timeout_seconds=_LIMIT_SECONDS)
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, PlanloomError) as error:
             self._error = error
 
     def _why(self) -> str:
