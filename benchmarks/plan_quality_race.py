@@ -14,10 +14,10 @@ from planloom.cli.models import CapturedModel, capture_model
 from planloom.cli.pricing import with_figures
 from planloom.cluster import Cluster, Device
 from planloom.cost import Prices
-from planloom.plan import Plan, named_plan, parse_named, save_plan
+from planloom.plan import named_plan, parse_named, save_plan
 from planloom.profile import local_store
 from planloom.program import Program, verify_program
-from planloom.search import Best, Candidate, Planner, candidate_plans, find_best, plan_lazily, settle
+from planloom.search import Best, Candidate, Planner, candidate_plans, find_best, plan_lazily
 from testbed import DeviceLimits
 from testbed.devices import plan_devices
 
@@ -78,8 +78,6 @@ class Result:
     all_plans: dict[str, float] = field(default_factory=dict)
     finalists: dict[str, float] = field(default_factory=dict)
     """By what the simulator says with measured prices, in its order."""
-    tried: dict[str, float] = field(default_factory=dict)
-    """Measured steps of the finalists that the simulator could not tell apart, by which the chosen one was chosen."""
     gap: float = 0.0
     search_seconds: float = 0.0
     profile_seconds: float = 0.0
@@ -129,7 +127,7 @@ class Race:
         best = find_best(planner, self._prices(), spec, num_finalists=num_finalists)
         search_seconds = time.monotonic() - started
         self.ranks.ask("load", model=self.case.source)
-        ranked, tried = settle(self._ranked(best), self._try_out)
+        ranked = self._ranked(best)
         profile_seconds = time.monotonic() - started - search_seconds
         chosen = ranked[0]
         assert chosen.program is not None
@@ -146,7 +144,6 @@ class Race:
             devices=devices,
             contestants=self._compete(entered),
             all_plans={label: seconds for label, (_, seconds) in screened.items()},
-            tried=tried,
             finalists={candidate.label: candidate.step_seconds for candidate in ranked},
             gap=best.certificate.gap,
             search_seconds=search_seconds,
@@ -180,12 +177,6 @@ class Race:
             return len(programs)
 
         return plan_lazily(finalists, self._prices, measure, num_best=_NUM_MEASURED).ranked
-
-    def _try_out(self, plans: Sequence[Plan]) -> list[float]:
-        self.say(f"{len(plans)} plans tried out")
-        files = {f"{i:03}": Candidate(name=plan.name, placement="", plan=plan) for i, plan in enumerate(plans)}
-        found = self.ranks.ask("screen", plans=str(self._save(files, "tried")), steps=_SCREEN_STEPS, near=_FAR)
-        return [min(found[file]) for file in files]
 
     def _own_rivals(self, planner: Planner) -> dict[str, Candidate]:
         """Tensor parallel with either kind of reductions, and what the search chooses by volume."""

@@ -1,8 +1,7 @@
 """The chosen plan against torch's own, on the testbed: measured steps of the same model on the same devices.
 
 For every case (`plan_quality_cases`): the search finds its finalists from the cluster's figures; all that they use is
-measured on the ranks under their quota; of those that the simulator then cannot tell apart a few steps are tried out,
-and the fastest is the *chosen* plan. It then competes in turns
+measured on the ranks under their quota; the fastest by the simulator is the *chosen* plan. It then competes in turns
 (`plan_quality_race`, `plan_quality_rank`) with
 
     DDP, FSDP2, DTensor TP    torch's own (`plan_quality_rivals`)

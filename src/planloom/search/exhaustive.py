@@ -2,7 +2,7 @@
 
 Candidates that a model or batch does not allow are kept with the reason, so that the table says why a plan is missing.
 `plan_lazily` measures only what the best plans use: it ranks by what is known, measures the best, and ranks again,
-until nothing in them is unmeasured. What prices cannot tell apart, steps do: `settle` has the best tried out.
+until nothing in them is unmeasured.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -89,29 +89,6 @@ def price_plans(
         if progress is not None:
             progress(i + 1, len(candidates))
     return tuple(sorted(priced, key=lambda c: (c.timeline is None, not c.fits, c.step_seconds, c.label)))
-
-
-TELL_APART = 0.15
-"""Simulated steps nearer than this may be in another order when measured. [Empirical] testbed, AMD EPYC, 2026-11-18:
-with all runs and links measured, pipelines of a small GPT on flat-of-4 were predicted 7 % too fast to 14 % too slow."""
-MOST_TRIED = 5
-
-
-def settle(
-    ranked: Sequence[Candidate], try_out: Callable[[Sequence[Plan]], Sequence[float]]
-) -> tuple[tuple[Candidate, ...], dict[str, float]]:
-    """The same candidates, those that prices cannot tell from the first by their measured steps; and these seconds.
-
-    `try_out(plans)` trains a few steps of each and returns its seconds a step. It is not asked about one plan alone.
-    """
-    near = [c for c in ranked if c.fits and c.step_seconds <= (1 + TELL_APART) * ranked[0].step_seconds][:MOST_TRIED]
-    plans = [candidate.plan for candidate in near if candidate.plan is not None]
-    if len(plans) < 2:
-        return tuple(ranked), {}
-    seconds = try_out(plans)
-    order = sorted(range(len(near)), key=lambda i: seconds[i])
-    tried = tuple(near[i] for i in order)
-    return (*tried, *(c for c in ranked if all(c is not n for n in near))), {near[i].label: seconds[i] for i in order}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
