@@ -95,7 +95,10 @@ def measure(arguments: argparse.Namespace) -> Outcome:
 
             with open_devices(topology.path, DeviceLimits()) as devices:
                 kinds.add(devices.kind)
-                for model, plans in topology.plans.items():
+                for model, every in topology.plans.items():
+                    plans = [plan for plan in every if not arguments.plans or plan in arguments.plans.split(";")]
+                    if not plans:
+                        continue
                     case = _Case(topology, model, plans, devices, say, Path(arguments.work))
                     rows += case.run()
                     profiled[f"{topology.name}, {model}"] = case.num_profiled
@@ -293,6 +296,7 @@ def report(rows: list[Row], deaths: list[dict[str, Any]], kinds: set[str], profi
 
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", default="", help="topologies whose name contains this")
+    parser.add_argument("--plans", default="", help="these plans of them, as 'dp=4;pp=4,micro=4,gpipe'")
     parser.add_argument("--work", default=tempfile.mkdtemp(prefix="planloom-prediction-"), help="where files are kept")
 
 
