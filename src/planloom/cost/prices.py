@@ -199,6 +199,12 @@ class Prices:
     def _slowdown(self, key: str, modelled: float) -> float:
         return max(1.0, self.measured.get(key, modelled)) if self.measured_links else modelled
 
+    def segment(self, key: str) -> Price | None:
+        """A segment of a body with its collectives, if it was measured as a whole; see `segments`."""
+        if key not in self.measured:
+            return None
+        return Price(seconds=self.measured[key], source="measured", uncertainty=self._spread(key))
+
     # -- local work
 
     def memory(self, num_bytes: int) -> Price:
