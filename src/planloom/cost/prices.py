@@ -20,6 +20,7 @@ from planloom.cost.keys import (
     MEMORY_PREFIX,
     OVERLAP_COMMUNICATION_KEY,
     OVERLAP_COMPUTE_KEY,
+    SEGMENT_PREFIX,
     Figure,
     Phase,
     collective_prefix,
@@ -198,6 +199,11 @@ class Prices:
 
     def _slowdown(self, key: str, modelled: float) -> float:
         return max(1.0, self.measured.get(key, modelled)) if self.measured_links else modelled
+
+    @cached_property
+    def has_segments(self) -> bool:
+        """Were segments measured as a whole, on the links that are used?"""
+        return self.measured_links and any(key.startswith(SEGMENT_PREFIX) for key in self.measured)
 
     def segment(self, key: str) -> Price | None:
         """A segment of a body with its collectives, if it was measured as a whole; see `segments`."""

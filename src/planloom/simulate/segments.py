@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from planloom.cost import Price, Prices
-from planloom.cost.keys import SEGMENT_PREFIX
 from planloom.cost.segments import BodySegment, body_segments
 from planloom.program import BodyCall, Program
 from planloom.simulate.engine import Engine
@@ -25,7 +24,7 @@ class Corrected:
     def __init__(self, program: Program, prices: Prices) -> None:
         self._prices = prices
         self._of: dict[tuple[int, str], list[tuple[BodySegment, Price]]] = {}
-        if not prices.measured_links or not any(key.startswith(SEGMENT_PREFIX) for key in prices.measured):
+        if not prices.has_segments:
             return
         for stage in range(len(program.stages)):
             for body, segments in body_segments(prices.blocks, program, stage).items():
