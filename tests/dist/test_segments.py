@@ -71,3 +71,10 @@ def test_segments_are_measured_once_and_predictions_use_them(blocks: BlockGraph,
             measured_links=True,
         )
         assert simulate(program, dear).step_seconds > 3 * simulate(program, prices).step_seconds
+
+
+def test_what_a_collective_brought_may_be_on_its_way_to_another_stage(blocks: BlockGraph, tmp_path: Path) -> None:
+    """A stage of two ranks sends what it has reduced: waiting for that message before a segment would never end."""
+    store, plans = tmp_path / "prices.sqlite", plans_of(blocks, "tp=2,pp=2,vocab,micro=4,1f1b")
+    measure_segments_locally(TINY, plans, store, num_processes=4, progress=lambda done, total: None)
+    assert set(local_store(store, 4).load()) == segment_keys(blocks, build_program(blocks, plans[0]))

@@ -127,10 +127,13 @@ class Runtime:
         return self._memory[self._stored[name].buffer, -1].detach()
 
     def drain(self) -> None:
-        """Wait until no collective is under way; what is awaited later is delivered then."""
+        """Wait until no collective is under way; what is awaited later is delivered then.
+
+        Not for messages, which another stage may not expect yet: what a collective brought may be on its way to one.
+        """
         for (buffer, _), works in self._in_flight.items():
-            if buffer in self._collected:
-                for finish, _ in works:
+            for finish, delivers in works:
+                if delivers and buffer in self._collected:
                     finish()
         if self.at.type == "cuda":
             torch.cuda.current_stream(self.at).synchronize()
