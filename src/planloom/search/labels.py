@@ -37,9 +37,11 @@ _ROUNDING = 1e-11
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelResult:
-    """The best choice, None if there is none better than what was known; no plan is faster than `bound_seconds`."""
+    """The best choice and its seconds, None if none better than what was known was found; no plan is faster than
+    `bound_seconds`."""
 
     choice: Choice | None
+    seconds: float = np.inf
     bound_seconds: float
 
 
@@ -96,17 +98,26 @@ class _Choosing:
 
 
 class LabelSearch:
-    """One problem of one stage. `prices` of memory, ascending, the first zero."""
+    """One problem of one stage, its plans with a peak in a range. `prices` of memory, ascending, the first zero."""
 
     def __init__(
-        self, tables: Tables, g: int, *, limit_bytes: float, prices: Sequence[float], recompute: bool = True
+        self,
+        tables: Tables,
+        g: int,
+        *,
+        limit_bytes: float,
+        peaks: tuple[float, float],
+        prices: Sequence[float],
+        recompute: bool = True,
     ) -> None:
         assert tables.shape.num_stages == 1 and prices[0] == 0.0, "labels are of one stage, the first row is of seconds"
         self.tables, self.g, self.limit_bytes, self.prices = tables, g, limit_bytes, np.array(prices)
         count = len(prices)
-        costs = tables.costs(self.prices, np.ones(count), np.full(count, g), recompute=recompute)
+        self.least_peak, self.most_peak = peaks
+        costs = tables.costs(
+            self.prices, np.ones(count), np.full(count, g), recompute=recompute, most_peak=np.full(count, peaks[1])
+        )
         self.totals, self.steps = eliminate(costs.segments, costs.sizes)
-        self.least_peak = least_peak(tables, g)
         self._ways: dict[Key, _Ways | None] = {}
         self._operations, self._last_uses = self._planned()
 
@@ -131,7 +142,8 @@ class LabelSearch:
             return LabelResult(choice=None, bound_seconds=float(min(self._dropped, below)))
         seconds = labels.bounds[0]
         best = int(fits[seconds[fits].argmin()])
-        return LabelResult(choice=self._choice(best), bound_seconds=float(min(self._dropped, seconds[best])))
+        least = float(seconds[best])
+        return LabelResult(choice=self._choice(best), seconds=least, bound_seconds=min(self._dropped, least))
 
     # -- what is needed when
 
@@ -288,7 +300,7 @@ class LabelSearch:
         room = self.limit_bytes - np.maximum(peak, self.least_peak)
         prices = self.prices.reshape((-1,) + (1,) * room.ndim)
         lower = (bounds - prices * room[None]).max(axis=0)
-        return np.where(np.isnan(lower), np.inf, lower)
+        return np.where(np.isnan(lower) | (peak > self.most_peak), np.inf, lower)
 
     def _fewest(self, lower: Array) -> Indices:
         """All, or the most promising so many; what is dropped bounds what is proven."""
@@ -336,19 +348,6 @@ class LabelSearch:
                 recomputed[number] = bool(picked[label])
             label = int(parents[label])
         return Choice(variables=variables, storage=storage, recomputed=recomputed)
-
-
-def least_peak(tables: Tables, g: int) -> float:
-    """No plan has a smaller peak: of every block the choice with the least."""
-    found = 0.0
-    for unary in tables.unary.values():
-        peak = unary.peak_bytes[g]
-        if unary.parameters is not None:
-            own = unary.parameters
-            is_possible = np.isfinite(own.micro_seconds[:, g])
-            peak = peak + np.where(is_possible, own.working_bytes[:, g], np.inf).min(axis=0)
-        found = max(found, float(peak[np.isfinite(unary.forward[g])].min(initial=np.inf)))
-    return found
 
 
 def _useful(*figures: Array) -> NDArray[np.bool_]:

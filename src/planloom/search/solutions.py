@@ -17,7 +17,7 @@ import numpy as np
 from planloom.search.conversions import Array
 from planloom.search.elimination import Indices, largest_table, minimize
 from planloom.search.figures import Choice, block_figures, exchange_seconds, with_best_junctions
-from planloom.search.labels import LabelSearch, least_peak
+from planloom.search.one_stage import TOLERANCE, best_of_one_stage
 from planloom.search.space import Candidate
 from planloom.search.stages import Estimate, Packing, estimate_stages, kept_micro_batches, pack_stages
 from planloom.search.tables import Costs, Tables
@@ -31,13 +31,6 @@ _MAX_NUMBERS = 1_000_000
 """In the largest table of problems that are solved at once: 8 MB, about what a processor's cache holds."""
 _ROOMS = (1.0, 0.99, 0.97, 0.93)
 """Shares of the room that are tried where options meet and hold more between them than each by itself."""
-_DUAL_PRICES = tuple(2.0**power for power in (*range(-12, 7), 20))
-_DUAL_ROUNDS = 3
-"""Prices, in the same shares, and rounds of finer ones, for Lagrange's bound."""
-TOLERANCE = 0.01
-"""Of the best solution: what a bound may be below it without being looked at again."""
-_LABELS = (64, 2000, 20_000)
-"""How many labels are kept at a time: few for a first solution, more until the bound is close."""
 _ROUNDS, _FINER = 2, 4
 """Rounds of finer prices between two that were taken, and how many of them."""
 
@@ -92,64 +85,19 @@ class Solver:
         found = other.solve([self.tables.candidates.index(solution.candidate)], below=np.inf)
         return found[0] if found else None
 
-    def refined(self, g: int, solution: Solution | None) -> Solution | None:
-        """The best solution of a problem of one stage under its limit, and a bound that is close to it.
-
-        None if there is none: then its bound is infinite, or that of what was not looked at.
-        """
-        room = float(self.limits[0]) - least_peak(self.tables, g)
+    def refined(self, g: int, solution: Solution | None, *, below: float = np.inf) -> Solution | None:
+        """A better solution of a problem, and a bound that is close to it, or to `below`. None if there is none."""
         if self.num_stages > 1 or not np.isfinite(self._totals[g]):
             return solution
-        if room <= 0:
-            self.bounds[g] = np.inf
+        known = min(below, solution.estimate.step_seconds) if solution is not None else below
+        found = best_of_one_stage(self.tables, g, float(self.limits[0]), recompute=self.recompute, known_seconds=known)
+        self.bounds[g] = max(self.bounds[g], found.bound_seconds)
+        if found.choice is not None:
+            everything = Packing(first_blocks=(0,), options=(0,) * len(self.tables.network.blocks.blocks))
+            solution = self._solution(g, [found.choice], everything)
+        if solution is None:
             return None
-        prices = self._prices_for(g, room, solution)
-        labels = LabelSearch(
-            self.tables, g, limit_bytes=float(self.limits[0]), prices=prices, recompute=self.recompute
-        )
-        bound = 0.0
-        for most in _LABELS:
-            known = solution.estimate.step_seconds if solution is not None else np.inf
-            found = labels.search(below=known, most=most)
-            bound = max(bound, found.bound_seconds)
-            if found.choice is not None:
-                solution = self._unpacked(g, found.choice) or solution
-            if solution is not None and bound >= (1 - TOLERANCE) * solution.estimate.step_seconds:
-                break
-        self.bounds[g] = max(self.bounds[g], bound)
-        return replace(solution, bound_seconds=float(self.bounds[g])) if solution is not None else None
-
-    def _unpacked(self, g: int, choice: Choice) -> Solution | None:
-        """A choice as one stage."""
-        everything = Packing(first_blocks=(0,), options=(0,) * len(self.tables.network.blocks.blocks))
-        return self._solution(g, [choice], everything)
-
-    def _prices_for(self, g: int, room: float, solution: Solution | None) -> list[float]:
-        """Zero, the prices at which Lagrange's bound is best, for the least peak and for that of a solution, and one at
-        which only memory counts."""
-        scale = float(self._totals[g]) / self.limit_bytes
-        known: dict[float, float] = {}
-
-        def look(prices: Sequence[float]) -> None:
-            new = [price for price in prices if price not in known]
-            at = np.full(len(new), g)
-            costs = self.tables.costs(np.array(new), self.kept[at], at, recompute=self.recompute)
-            known.update(zip(new, minimize(costs.segments, costs.sizes, with_choices=False).totals, strict=True))
-
-        look([0.0, *(scale * price for price in _DUAL_PRICES)])
-        peak = solution.estimate.stages[0].peak_bytes if solution is not None else 0.0
-        rooms = [room] + [own for own in [float(self.limits[0]) - peak] if 0 < own < room]
-        found = {0.0, _DUAL_PRICES[-1] * scale}
-        for own in rooms:
-            for _ in range(_DUAL_ROUNDS):
-                ordered = sorted(known)
-                best = max(range(len(ordered)), key=lambda i: known[ordered[i]] - ordered[i] * own)
-                around = ordered[max(0, best - 1) : best + 2]
-                look([low + (high - low) * i / _FINER for low, high in pairwise(around) for i in range(1, _FINER)])
-            price = max(known, key=lambda price: known[price] - price * own)
-            found.add(price)
-        self.bounds[g] = max(self.bounds[g], *(known[price] - price * room for price in known))
-        return sorted(found)
+        return replace(solution, bound_seconds=min(float(self.bounds[g]), solution.estimate.step_seconds))
 
     def smallest(self, g: int, price: float) -> Choice:
         """The solution for one price of memory, in shares of that at which all memory costs as much as the step."""
