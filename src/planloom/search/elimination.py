@@ -134,6 +134,31 @@ def eliminate(segments: Sequence[SegmentTables], sizes: Mapping[int, int]) -> tu
     return total, steps
 
 
+def least_over_rows(segments: Sequence[SegmentTables], sizes: Mapping[int, int], extra: Sequence[Array]) -> float:
+    """The least sum where every segment takes its numbers from one row of the batch, each from its own.
+
+    `extra[s]`: what each row costs segment s besides; infinite where it may not be taken.
+    """
+    total, message, constant = np.zeros(1), tuple[Table, ...](), None
+    for at, segment in enumerate(segments):
+        before = segments[at - 1] if at else None
+        is_equal = before is not None and segment.kind == before.kind and np.array_equal(extra[at], extra[at - 1])
+        if constant is not None and before is not None and is_equal:
+            total = total + constant
+            message = tuple(_shifted(table, segment.first - before.first, before.first) for table in message)
+            continue
+        constant = None
+        _, left = _step(segment, message, sizes)
+        whole = summed(left)
+        rows = whole.numbers + extra[at].reshape((-1,) + (1,) * len(whole.variables))
+        normalized, lowest = _normalized([Table(whole.variables, rows.min(axis=0, keepdims=True))], 1)
+        total = total + lowest
+        if before is not None and is_equal:
+            constant = _constant(message, normalized, segment.first - before.first, before.first, lowest)
+        message = normalized
+    return float(total[0])
+
+
 def largest_table(segments: Sequence[SegmentTables], sizes: Mapping[int, int]) -> int:
     """How many numbers the largest table has that elimination makes for one problem."""
     largest, message = 1, list[frozenset[int]]()

@@ -18,6 +18,7 @@ from planloom.search.conversions import Array
 from planloom.search.elimination import Indices, largest_table, minimize
 from planloom.search.figures import Choice, block_figures, exchange_seconds, with_best_junctions
 from planloom.search.one_stage import TOLERANCE, best_of_one_stage
+from planloom.search.pipeline_bound import PipelineBound
 from planloom.search.space import Candidate
 from planloom.search.stages import Estimate, Packing, estimate_stages, kept_micro_batches, pack_stages
 from planloom.search.tables import Costs, Tables
@@ -87,14 +88,36 @@ class Solver:
 
     def refined(self, g: int, solution: Solution | None, *, below: float = np.inf) -> Solution | None:
         """A better solution of a problem, and a bound that is close to it, or to `below`. None if there is none."""
-        if self.num_stages > 1 or not np.isfinite(self._totals[g]):
+        if not np.isfinite(self._totals[g]):
             return solution
+        if self.num_stages > 1:
+            return self._refined_pipeline(g, solution, below)
         known = min(below, solution.estimate.step_seconds) if solution is not None else below
         found = best_of_one_stage(self.tables, g, float(self.limits[0]), recompute=self.recompute, known_seconds=known)
         self.bounds[g] = max(self.bounds[g], found.bound_seconds)
         if found.choice is not None:
             everything = Packing(first_blocks=(0,), options=(0,) * len(self.tables.network.blocks.blocks))
             solution = self._solution(g, [found.choice], everything)
+        if solution is None:
+            return None
+        return replace(solution, bound_seconds=min(float(self.bounds[g]), solution.estimate.step_seconds))
+
+    def _refined_pipeline(self, g: int, solution: Solution | None, below: float) -> Solution | None:
+        known = min(below, solution.estimate.step_seconds) if solution is not None else below
+        num_micro = self.tables.candidates[g].num_micro
+        counts = sorted({float(k) for k in kept_micro_batches(self.num_stages, num_micro)})
+        scale = float(self._totals[g]) / (self.num_stages * self.limit_bytes)
+        rows = [(scale * price, k) for k in {counts[0], counts[len(counts) // 2], counts[-1]} for price in _PRICES]
+        at = np.full(len(rows), g)
+        prices, kept = np.array([price for price, _ in rows]), np.array([k for _, k in rows])
+        found = self._minimized(prices, kept, at, recompute=self.recompute)
+        choices = [self._minimized(np.zeros(1), np.ones(1), np.array([g]), recompute=False).choice(0)]
+        choices += _distinct({float(i): found.choice(i) for i in range(len(rows))}).values()
+        options = [block_figures(self.tables, g, choice) for choice in choices]
+        bound = PipelineBound(
+            self.tables, g, self.places, self.limits.tolist(), known_seconds=known, recompute=self.recompute
+        ).best(options)
+        self.bounds[g] = max(self.bounds[g], bound)
         if solution is None:
             return None
         return replace(solution, bound_seconds=min(float(self.bounds[g]), solution.estimate.step_seconds))
