@@ -27,13 +27,15 @@ from scipy.optimize import linprog
 
 from planloom.search.conversions import Array
 from planloom.search.elimination import Indices, SegmentTables, Table, least_over_rows
-from planloom.search.network import ChainSegment, Key
+from planloom.search.network import ChainSegment, Key, Network
+from planloom.search.settled import junction_tables
 from planloom.search.stages import BlockFigures, kept_micro_batches
 from planloom.search.tables import Tables
 
+Joint = Sequence[tuple[tuple[int, ...], Array]]
 _SEVERAL = 5
 """Segments with so many cuts or more have every block in the cheapest of all stages."""
-_CUT_SHARES = (0.08, 0.14, 0.22, 0.35)
+_CUT_SHARES = (0.2, 0.28, 0.36)
 """Of what a segment gains that may have each block in another stage: prices θ of a cut that are tried."""
 
 
@@ -44,6 +46,8 @@ class Multipliers:
     pace: Array
     step: Array
     price: Array
+    peak_keys: dict[Key, Key]
+    """For every kind of segment that repeats the key of its block with the largest peak."""
 
 
 class PipelineBound:
@@ -64,19 +68,38 @@ class PipelineBound:
         self.num_stages, self.num_micro = len(limits), int(tables.num_micro[g])
         self.kept = np.array(kept_micro_batches(self.num_stages, self.num_micro), dtype=float)
         self.known_seconds = known_seconds
+        self.joint = junction_tables(tables)
+        self.chain = self._living(tables.network)
         self.sizes = {v.number: tables.num_choices(v.key) for v in tables.network.variables}
 
-    def best(self, options: Sequence[BlockFigures]) -> float:
-        """With the multipliers that these options suggest."""
-        found = self.multipliers(options)
-        return self.at(found, options) if found is not None else 0.0
+    def _living(self, network: Network) -> list[ChainSegment]:
+        """The chain with variables that live on as long as junctions need them."""
+        last = {variable.number: variable.segment for variable in network.variables}
+        for edge in network.edges:
+            at = max(network.variables[edge.source].segment, network.variables[edge.target].segment)
+            last[edge.source], last[edge.target] = max(last[edge.source], at), max(last[edge.target], at)
+        for at, tables in self.joint.items():
+            last.update({v: max(last[v], at) for variables, _ in tables for v in variables})
+        touched: dict[int, list[int]] = {}
+        for variable in network.variables:
+            if last[variable.number] > variable.segment:
+                touched.setdefault(last[variable.number], []).append(variable.number)
+        return [
+            replace(
+                segment,
+                lives_on=tuple(last[v.number] > at for v in segment.variables),
+                last_touched=tuple(touched.get(at, ())),
+            )
+            for at, segment in enumerate(network.chain)
+        ]
 
     # -- a bound for multipliers
 
-    def at(self, found: Multipliers, options: Sequence[BlockFigures]) -> float:
-        chain, p = self.tables.network.chain, self.num_stages
-        rows = _Rows(self, found, self._peak_keys(options), self._most_layers())
-        segments = [rows.segment(segment) for segment in chain]
+    def at(self, found: Multipliers) -> float:
+        chain, p = self.chain, self.num_stages
+        rows = _Rows(self, found, found.peak_keys, self._most_layers())
+        # Equal kinds have equal tables and variables that live on only where junctions are alike, too.
+        segments = [rows.segment(segment, self.joint.get(at, [])) for at, segment in enumerate(chain)]
         num_cuts = [rows.num_cuts(segment) for segment in chain]
         allowed = [np.zeros(len(own)) for own in num_cuts]
         allowed[0][1:p] = allowed[-1][: p - 1] = np.inf
@@ -144,7 +167,10 @@ class PipelineBound:
             return None
         duals = np.maximum(0.0, -found.ineqlin.marginals)
         return Multipliers(
-            pace=_normalized(duals[:p]), step=_normalized(duals[p : 2 * p]), price=duals[2 * p :] / self.limits
+            pace=_normalized(duals[:p]),
+            step=_normalized(duals[p : 2 * p]),
+            price=duals[2 * p :] / self.limits,
+            peak_keys=self._peak_keys(options),
         )
 
     def _kinds(self) -> list[tuple[int, range, list[Array]]]:
@@ -186,28 +212,32 @@ class _Rows:
         found: Indices = self.places[(self.places > first) & (self.places <= last)] - first
         return found
 
-    def segment(self, segment: ChainSegment) -> SegmentTables:
+    def segment(self, segment: ChainSegment, joint: Joint) -> SegmentTables:
         first = segment.variables[0].number
-        if segment.kind in self.kinds:
-            known = self.kinds[segment.kind]
+        near = tuple(tuple(v - first for v in own) for own, _ in joint)
+        kind = (segment.kind, near, segment.lives_on)
+        if kind in self.kinds:
+            known = self.kinds[kind]
             return replace(
                 known, first=first, last_touched=segment.last_touched,
-                tables=_moved(known.tables, segment), alternative=_moved(known.alternative, segment),
+                tables=_moved(known.tables, segment, joint), alternative=_moved(known.alternative, segment, joint),
             )  # fmt: skip
         own = [self._unary(v.key, segment) for v in segment.variables]
         is_alternative = self.recompute and segment.is_repeated
         found = SegmentTables(
             first=first,
-            tables=self._tables(segment, [kept for kept, _ in own], 0),
+            tables=self._tables(segment, [kept for kept, _ in own], 0, joint),
             lives_on=segment.lives_on,
             last_touched=segment.last_touched,
-            kind=(segment.kind, segment.is_repeated),
-            alternative=self._tables(segment, [again for _, again in own], 1) if is_alternative else (),
+            kind=kind,
+            alternative=self._tables(segment, [again for _, again in own], 1, joint) if is_alternative else (),
         )
-        self.kinds[segment.kind] = found
+        self.kinds[kind] = found
         return found
 
-    def _tables(self, segment: ChainSegment, numbers: Sequence[Array], which: int) -> tuple[Table, ...]:
+    def _tables(
+        self, segment: ChainSegment, numbers: Sequence[Array], which: int, joint: Joint
+    ) -> tuple[Table, ...]:
         places, first = self._inside(segment), segment.variables[0].block
         found = [
             Table((v.number,), self._rows(own, v.block - first, places))
@@ -219,7 +249,7 @@ class _Rows:
             pair = self._rows(pair, block_of[edge.target], places)
             ends = (edge.source, edge.target) if is_ordered else (edge.target, edge.source)
             found.append(Table(ends, pair if is_ordered else pair.swapaxes(1, 2)))
-        return tuple(found)
+        return (*found, *(Table(*own) for own in joint))
 
     def _rows(self, of_stages: Array, block: int, places: Indices) -> Array:
         """From numbers of stages those of all rows, for a block of the segment."""
@@ -251,10 +281,10 @@ class _Rows:
         return kept, again
 
 
-def _moved(tables: Sequence[Table], segment: ChainSegment) -> tuple[Table, ...]:
+def _moved(tables: Sequence[Table], segment: ChainSegment, joint: Joint) -> tuple[Table, ...]:
     """The tables of an equal segment; those of its edges may read what all of them read."""
     edges = [(min(e.source, e.target), max(e.source, e.target)) for e in segment.edges]
-    numbers = [*((v.number,) for v in segment.variables), *edges] if tables else []
+    numbers = [*((v.number,) for v in segment.variables), *edges, *(own for own, _ in joint)] if tables else []
     return tuple(Table(own, table.numbers) for own, table in zip(numbers, tables, strict=True))
 
 
