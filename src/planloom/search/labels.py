@@ -110,7 +110,8 @@ class LabelSearch:
         prices: Sequence[float],
         recompute: bool = True,
     ) -> None:
-        assert tables.shape.num_stages == 1 and prices[0] == 0.0, "labels are of one stage, the first row is of seconds"
+        assert tables.shape.num_stages == 1, "labels are of one stage"
+        assert prices[0] == 0.0, "the first row is of seconds"
         self.tables, self.g, self.limit_bytes, self.prices = tables, g, limit_bytes, np.array(prices)
         count = len(prices)
         self.least_peak, self.most_peak = peaks
@@ -235,7 +236,7 @@ class LabelSearch:
         regrets = np.where(ways.is_useful[:, picked].T[None], ways.regrets[:, :, picked].swapaxes(1, 2), np.inf)
         stored, working = ways.stored_bytes[:, picked].T, ways.working_bytes[:, picked].T
         whole = np.maximum(labels.segment_peak[:, None], peak[:, None] + working)
-        labels, way = self._extended(labels, regrets, "way", variable.number, held=stored, segment_peak=whole)
+        labels, _ = self._extended(labels, regrets, "way", variable.number, held=stored, segment_peak=whole)
         return labels
 
     def _ways_of(self, key: Key) -> _Ways | None:

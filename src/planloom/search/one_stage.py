@@ -1,13 +1,13 @@
 """One stage under a limit of memory: Lagrange's bound for ranges of the peak, then labels where it is not close enough.
 
-A plan holds  Σ bytes + peak ≤ limit,  the peak being that of the largest block. The sum has a price, a maximum has none:
-so plans are told apart by the range in which their peak lies. In a range (low, high] all choices with a larger peak are
-forbidden, and for a price λ
+A plan holds  Σ bytes + peak ≤ limit,  the peak being that of the largest block. The sum has a price, a maximum has
+none: so plans are told apart by the range in which their peak lies. In a range (low, high] all choices with a
+larger peak are forbidden, and for a price λ
 
     seconds ≥ J(λ) - λ · (limit - low),    J with these choices only,
 
-which is concave in λ: the best price is found by looking closer around the best so far, for all ranges at once. In ranges
-whose bound is not within `TOLERANCE` of the best solution known, labels look for better ones (`labels`).
+which is concave in λ: the best price is found by looking closer around the best so far, for all ranges at once. In
+ranges whose bound is not within `TOLERANCE` of the best solution known, labels look for better ones (`labels`).
 """
 
 from itertools import pairwise

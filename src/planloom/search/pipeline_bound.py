@@ -1,21 +1,23 @@
 """A lower bound on every pipeline under limits of memory, stage by stage.
 
-With u_s = 1 + (m - 1) w_s, Σ w_s = Σ v_s = 1 and prices λ_s of the memory of stage s, every cut and choice that fits has
+With u_s = 1 + (m - 1) w_s, Σ w_s = Σ v_s = 1 and prices λ_s of the memory of stage s, every cut and choice that
+fits has
 
     step ≥ Σ_s [u_s μ_s + v_s σ_s + λ_s (stored_s + k_s saved_s + peak_s - limit_s)]
 
-since a maximum is no less than a mean. What a block adds depends on its stage only. So every segment (a layer) takes the
-stage that is cheapest for it; the first one stage 0, the last one the last stage. That forgets the order of stages, which
-makes no difference where layers are equal. A segment in which a cut lies is in stage s up to the cut and in stage s + 1
-from there on, for some s; one in which n lie has every block in the cheapest of the stages s to s + n, for some s. There
-are p - 1 cuts: each that lies inside a segment costs θ, and (p - 1) θ is taken off the sum.
+since a maximum is no less than a mean. What a block adds depends on its stage only. So every segment (a layer)
+takes the stage that is cheapest for it; the first one stage 0, the last one the last stage. That forgets the order
+of stages, which makes no difference where layers are equal. A segment in which a cut lies is in stage s up to the
+cut and in stage s + 1 from there on, for some s; one in which n lie has every block in the cheapest of the stages s
+to s + n, for some s. There are p - 1 cuts: each that lies inside a segment costs θ, and (p - 1) θ is taken off the
+sum.
 
-The peak of a stage is no less than a mean over some of its blocks. A stage with so many layers that it takes longer than
-the step known, by their fastest choices, is no better than that: so no stage has the largest block of a layer more than n
-times, and each of them has the share 1/n of the peak's price.
+The peak of a stage is no less than a mean over some of its blocks. A stage with so many layers that it takes longer
+than the step known, by their fastest choices, is no better than that: so no stage has the largest block of a layer
+more than n times, and each of them has the share 1/n of the peak's price.
 
-Every w, v, λ and θ gives a bound (`elimination.least_over_rows`, stages as rows). Good ones are the dual solution of a linear
-program: stages filled with fractions of layers, each in one of several options.
+Every w, v, λ and θ gives a bound (`elimination.least_over_rows`, stages as rows). Good ones are the dual solution
+of a linear program: stages filled with fractions of layers, each in one of several options.
 """
 
 from collections.abc import Sequence
@@ -48,6 +50,16 @@ class Multipliers:
     price: Array
     peak_keys: dict[Key, Key]
     """For every kind of segment that repeats the key of its block with the largest peak."""
+    cut: float | None = None
+    """θ, if it is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundAt:
+    """A bound, and the price θ of a cut that gave it."""
+
+    seconds: float
+    cut: float
 
 
 class PipelineBound:
@@ -95,7 +107,7 @@ class PipelineBound:
 
     # -- a bound for multipliers
 
-    def at(self, found: Multipliers) -> float:
+    def at(self, found: Multipliers) -> BoundAt:
         chain, p = self.chain, self.num_stages
         rows = _Rows(self, found, found.peak_keys, self._most_layers())
         # Equal kinds have equal tables and variables that live on only where junctions are alike, too.
@@ -103,17 +115,19 @@ class PipelineBound:
         num_cuts = [rows.num_cuts(segment) for segment in chain]
         allowed = [np.zeros(len(own)) for own in num_cuts]
         allowed[0][1:p] = allowed[-1][: p - 1] = np.inf
-        pure = [a + np.where(n > 0, np.inf, 0.0) for a, n in zip(allowed, num_cuts, strict=True)]
-        cut = [a + np.where(n == _SEVERAL, 0.0, np.inf) for a, n in zip(allowed, num_cuts, strict=True)]
-        without = least_over_rows(segments, self.sizes, pure)
-        difference = max(0.0, without - least_over_rows(segments, self.sizes, cut)) / len(chain)
-        best, charged = -np.inf, float((found.price * self.limits).sum())
-        for share in _CUT_SHARES:
-            theta = share * difference
+        if found.cut is not None:
+            thetas = [found.cut]
+        else:
+            pure = [a + np.where(n > 0, np.inf, 0.0) for a, n in zip(allowed, num_cuts, strict=True)]
+            cut = [a + np.where(n == _SEVERAL, 0.0, np.inf) for a, n in zip(allowed, num_cuts, strict=True)]
+            whole, free = (least_over_rows(segments, self.sizes, extra) for extra in (pure, cut))
+            thetas = [share * max(0.0, whole - free) / len(chain) for share in _CUT_SHARES]
+        charged, bounds = float((found.price * self.limits).sum()), list[BoundAt]()
+        for theta in thetas:
             extra = [a + theta * n for a, n in zip(allowed, num_cuts, strict=True)]
-            total = least_over_rows(segments, self.sizes, extra)
-            best = max(best, total - (p - 1) * theta - charged)
-        return min(best, self.known_seconds)
+            total = least_over_rows(segments, self.sizes, extra) - (p - 1) * theta - charged
+            bounds.append(BoundAt(seconds=min(total, self.known_seconds), cut=theta))
+        return max(bounds, key=lambda own: own.seconds)
 
     def _most_layers(self) -> float:
         """How often a stage has the largest block of a layer at most: between two of them lies a whole layer."""
@@ -235,9 +249,7 @@ class _Rows:
         self.kinds[kind] = found
         return found
 
-    def _tables(
-        self, segment: ChainSegment, numbers: Sequence[Array], which: int, joint: Joint
-    ) -> tuple[Table, ...]:
+    def _tables(self, segment: ChainSegment, numbers: Sequence[Array], which: int, joint: Joint) -> tuple[Table, ...]:
         places, first = self._inside(segment), segment.variables[0].block
         found = [
             Table((v.number,), self._rows(own, v.block - first, places))

@@ -257,13 +257,17 @@ class Planner:
     def _refine(self, solver: Solver, state: _State) -> None:
         """Problems whose bound is further from the best estimate than `TOLERANCE`: closer ones, where memory binds."""
         known = {own.solution.candidate: own.solution for own in state.best}
-        for g in np.argsort(solver.bounds).tolist():
-            if solver.bounds[g] >= (1 - TOLERANCE) * state.shared.value or not np.isfinite(solver.bounds[g]):
+        enough = float("inf")  # no bound need be better than the worst that cannot be helped
+        while True:
+            g = int(solver.bounds.argmin())
+            enough = min(enough, (1 - TOLERANCE) * state.shared.value)
+            if solver.bounds[g] >= enough or not np.isfinite(solver.bounds[g]):
                 break
             before = known.get(solver.tables.candidates[g])
-            solution = solver.refined(g, before, below=state.shared.value)
+            solution = solver.refined(g, before, below=state.shared.value, enough=enough)
             if solution is not None and solution is not before:
                 state.replace(before, Ranked(solution=solution, limit_bytes=solver.limit_bytes))
+            enough = min(enough, float(solver.bounds[g]))
 
 
 def promising_first(shapes: Sequence[Shape], cluster: Cluster) -> list[Shape]:

@@ -70,7 +70,7 @@ def _added(numbers: list[Array]) -> Array:
     count = len(numbers)
     total = np.zeros((1,) * count + (numbers[0].shape[1],))
     for i, rows in enumerate(numbers):
-        total = total + rows.reshape(tuple(len(rows) if other == i else 1 for other in range(count)) + (-1,))
+        total = total + rows.reshape((*(len(rows) if other == i else 1 for other in range(count)), -1))
     return total
 
 

@@ -89,14 +89,17 @@ class Solver:
         found = other.solve([self.tables.candidates.index(solution.candidate)], below=np.inf)
         return found[0] if found else None
 
-    def refined(self, g: int, solution: Solution | None, *, below: float = np.inf) -> Solution | None:
-        """A better solution of a problem, and a bound that is close to it, or to `below`. None if there is none."""
+    def refined(
+        self, g: int, solution: Solution | None, *, below: float = np.inf, enough: float = np.inf
+    ) -> Solution | None:
+        """A better solution of a problem, and a bound that is close to it, or to `below`; None if there is none. A
+        bound of `enough` need not be improved."""
         if not np.isfinite(self._totals[g]):
             return solution
         known = min(below, solution.estimate.step_seconds) if solution is not None else below
         tables = settled_tables(self.tables, g)
         if self.num_stages > 1:
-            self.bounds[g] = max(self.bounds[g], self._pipeline_bound(g, tables, known))
+            self.bounds[g] = max(self.bounds[g], self._pipeline_bound(g, tables, known, enough))
         else:
             found = best_of_one_stage(tables, 0, float(self.limits[0]), recompute=self.recompute, known_seconds=known)
             self.bounds[g] = max(self.bounds[g], found.bound_seconds)
@@ -107,13 +110,13 @@ class Solver:
             return None
         return replace(solution, bound_seconds=min(float(self.bounds[g]), solution.estimate.step_seconds))
 
-    def _pipeline_bound(self, g: int, tables: Tables, known: float) -> float:
+    def _pipeline_bound(self, g: int, tables: Tables, known: float, enough: float) -> float:
         """With multipliers that were good for another problem of the batch, or else with its own."""
         bound = PipelineBound(
             tables, 0, self.places, self.limits.tolist(), known_seconds=known, recompute=self.recompute
         )
-        best = bound.at(self._multipliers) if self._multipliers is not None else 0.0
-        if best >= (1 - TOLERANCE) * known:
+        best = bound.at(self._multipliers).seconds if self._multipliers is not None else 0.0
+        if best >= min(enough, (1 - TOLERANCE) * known):
             return best
         counts = sorted({float(k) for k in kept_micro_batches(self.num_stages, int(tables.num_micro[0]))})
         scale = float(self._totals[g]) / (self.num_stages * self.limit_bytes)
@@ -128,8 +131,9 @@ class Solver:
         multipliers = bound.multipliers([block_figures(tables, 0, self._settled(g, choice)) for choice in choices])
         if multipliers is None:
             return best
-        self._multipliers = multipliers
-        return max(best, bound.at(multipliers))
+        found_bound = bound.at(multipliers)
+        self._multipliers = replace(multipliers, cut=found_bound.cut)
+        return max(best, found_bound.seconds)
 
     def smallest(self, g: int, price: float) -> Choice:
         """The solution for one price of memory, in shares of that at which all memory costs as much as the step."""

@@ -8,11 +8,11 @@ micro-batches and one-forward-one-backward,
 the first micro-batch passes all stages, the others follow at the pace of the slowest. Stage s keeps the activations of
 min(p - s, m) micro-batches, so the first stages are the ones that lack memory.
 
-Every block comes with several *options*, from fast and large to slow and small: the solutions for a row of prices of
-memory. A stage takes one option for its first segments and another, smaller one for the others; a segment that is cut has
-the same option in both stages, since it is recomputed as a whole. For a pace every stage takes as many blocks as fit into
-its time and memory, the peak being that of the blocks that are in it; the least pace at which all blocks are taken is found
-by bisection.
+Every block comes with several *options*, from fast and large to slow and small: the solutions for a row of prices
+of memory. A stage takes one option for its first segments and another, smaller one for the others; a segment that
+is cut has the same option in both stages, since it is recomputed as a whole. For a pace every stage takes as many
+blocks as fit into its time and memory, the peak being that of the blocks that are in it; the least pace at which
+all blocks are taken is found by bisection.
 
 For any cut, max ≥ mean gives  step ≥ (Σ_s ((m + p - 1) μ_s + σ_s)) / p: the bound that the search prunes with.
 """
@@ -219,7 +219,9 @@ class _Packer:
     def _run(self, start: "_Start", option: int, kept: int, at: int, limit: int) -> tuple[int, "_Start"]:
         """How far one option gets from an edge on, and what is left there."""
         time, held = self.time[option], self._held(option, kept)
-        farthest = min(_last(time, time[at] + start.seconds), _last(held, held[at] + start.num_bytes - start.peak), limit)
+        farthest = min(
+            _last(time, time[at] + start.seconds), _last(held, held[at] + start.num_bytes - start.peak), limit
+        )
         if farthest <= at:
             return at, start
         peaks = np.maximum(np.maximum.accumulate(self.peak[option][at:farthest]), start.peak)
