@@ -124,6 +124,8 @@ REFUSED = [
     (["plan", TINY, "--cluster", "two-by-two", "--named", "dp=4,cats"], "unknown word 'cats'"),
     (["plan", TINY, "--cluster", "two-by-two", "--named", "dp=4,micro=3"], "does not divide"),
     (["plan", TINY, "--cluster", "dgx-h100", "--measure"], "H100-SXM5-80GB cannot be measured here"),
+    (["plan", TINY, "--cluster", "two-by-two", "--try-out"], "plans are tried out after measuring"),
+    (["plan", TINY, "--cluster", "two-by-two", "--measure", "--try-out"], "plans cannot be tried out here"),
     (["plan", TINY, "--cluster", "two-by-two", "--profile", "B200", "--store", "no.sqlite"], "no store of measured"),
     (["plan", TINY, "--cluster", "two-by-two", "--tp", "3"], "do not fill the devices"),
     (["plan", TINY, "--cluster", "two-by-two", "--micro", "7"], "does not divide"),

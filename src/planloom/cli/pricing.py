@@ -1,5 +1,6 @@
 """What commands take prices from: a cluster's figures, a profile that was measured, or what is measured on the way."""
 
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from planloom.cli.output import progress_bar
 from planloom.cluster import Cluster
 from planloom.cost import Prices, Profile, find_profile, is_one_machine, require_serves, serves
 from planloom.errors import PriceError
-from planloom.plan import Plan
+from planloom.plan import Plan, save_plan
 from planloom.program import Program
 from planloom.search import Candidate, LazyPlans, plan_lazily
 
@@ -39,6 +40,7 @@ LinksOption = Annotated[
     ),
 ]
 DEFAULT_STORE = Path(".planloom/prices.sqlite")
+_TRIAL_STEPS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +144,39 @@ class Lab:
                 budget_seconds=self.budget_seconds,
                 **({"launch": self.launch} if self.launch is not None else {}),
             )
+
+    def require_trials(self) -> None:
+        """Refuse to try plans out where this machine is not the cluster."""
+        if not self.with_links or self.device != "cpu":
+            raise PriceError(
+                "plans cannot be tried out here",
+                given=f"{self.num_processes} processes on {self.device}",
+                required="a cluster of CPU devices whose links are this machine's",
+                todo="leave out --try-out",
+            )
+
+    def try_out(self, model: str, plans: Sequence[Plan]) -> list[float]:
+        """Seconds of a step under each of these plans, trained here for a few."""
+        from planloom.execute.processes import run_workers
+        from planloom.train.session import train_locally
+
+        found = []
+        with tempfile.TemporaryDirectory(prefix="planloom-trial-") as folder, progress_bar("trying out plans") as bar:
+            for i, plan in enumerate(plans):
+                path = Path(folder) / f"{i}.json"
+                save_plan(plan, path)
+                run = train_locally(
+                    model,
+                    path,
+                    num_processes=self.num_processes,
+                    num_steps=_TRIAL_STEPS,
+                    compiled=self.compiled,
+                    on_step=lambda step, loss, seconds: None,
+                    launch=self.launch or run_workers,
+                )
+                found.append(run.step_seconds)
+                bar.update(i + 1, len(plans))
+        return found
 
 
 def lab_for(prices: Prices, store: Path) -> Lab:

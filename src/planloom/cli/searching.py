@@ -3,6 +3,7 @@
 import re
 import time
 from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any
@@ -50,6 +51,7 @@ from planloom.search import (
     as_candidate,
     find_best,
     least_memory,
+    settle,
 )
 from planloom.search.explain import explain_block, explain_plan
 
@@ -97,6 +99,9 @@ def plan_command(
     measure: Annotated[
         bool, typer.Option(help="Measure what the best plans use on this machine, until the best are measured.")
     ] = False,
+    try_out: Annotated[
+        bool, typer.Option(help="With --measure: train a few steps of the plans that prices cannot tell apart.")
+    ] = False,
     profile: ProfileOption = None,
     store: StoreOption = DEFAULT_STORE,
     compiled: CompiledOption = None,
@@ -115,6 +120,8 @@ def plan_command(
     pricing = pricing_of(
         captured.blocks, machine, profile=profile, store=store, compiled=compiled, links=links, measuring=measure
     )
+    if try_out and not measure:
+        raise PlanError("plans are tried out after measuring", given="--try-out", required="--measure --try-out")
     if named is not None:
         _plan_named(source, captured, machine, pricing, named, out, as_json=as_json)
         return
@@ -133,7 +140,10 @@ def plan_command(
         best = find_best(planner, pricing.prices, captured.spec, wishes, progress=on_progress)
     if measure:
         lab = lab_for(pricing.prices, store)
+        if try_out:
+            lab.require_trials()
         ranked = measure_lazily(source, [as_candidate(f) for f in best.finalists], pricing.prices, lab).ranked
+        ranked, _ = settle(ranked, partial(lab.try_out, source)) if try_out else (ranked, {})
         by_plan = {id(f.plan): f for f in best.finalists}
         best = replace(best, finalists=tuple(_measured(by_plan[id(c.plan)], c) for c in ranked))
     winner = best.winner

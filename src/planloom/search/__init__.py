@@ -1,7 +1,7 @@
 """`blocks` × `Cluster` × cost → `Plan`: the best plan by elimination over the block graph, with a certificate."""
 
 from planloom.search.best import Best, LeastMemory, find_best, least_memory
-from planloom.search.exhaustive import Candidate, LazyPlans, candidate_plans, plan_lazily, price_plans
+from planloom.search.exhaustive import Candidate, LazyPlans, candidate_plans, plan_lazily, price_plans, settle
 from planloom.search.finalists import Finalist, as_candidate
 from planloom.search.finished import estimate_plan
 from planloom.search.planner import Certificate, Planner
@@ -26,4 +26,5 @@ __all__ = [
     "least_memory",
     "plan_lazily",
     "price_plans",
+    "settle",
 ]
