@@ -329,8 +329,8 @@ class LabelSearch:
         is_kept = np.ones(labels.count, dtype=bool)
         for back in range(1, min(_NEIGHBOURS, labels.count - 1) + 1):
             worse = (state[back:] == state[:-back]) & (seconds[:-back] <= seconds[back:])
-            for own in columns:
-                worse &= own[:-back] <= own[back:]
+            for column in columns:
+                worse &= column[:-back] <= column[back:]
             is_kept[back:] &= ~worse
         left = np.sort(order[is_kept])
         return self._kept(labels.taken(left), left, "same", 0, left)

@@ -187,14 +187,14 @@ class PipelineBound:
             peak_keys=self._peak_keys(options),
         )
 
-    def _kinds(self) -> list[tuple[int, range, list[Array]]]:
+    def _kinds(self) -> list[tuple[int, range, Indices]]:
         """How many segments, the stages in which they may be, and their blocks, by runs of equal ones."""
         chain, segments, p = self.tables.network.chain, self.tables.network.segment_of_block, self.num_stages
         found = []
         for _, group in groupby(range(len(chain)), key=lambda at: (chain[at].kind, at == 0, at == len(chain) - 1)):
             own = list(group)
             stages = range(1) if own[0] == 0 else range(p - 1, p) if own[-1] == len(chain) - 1 else range(p)
-            found.append((len(own), stages, [np.flatnonzero((segments >= own[0]) & (segments <= own[-1]))]))
+            found.append((len(own), stages, np.flatnonzero((segments >= own[0]) & (segments <= own[-1]))))
         return found
 
 
@@ -305,8 +305,7 @@ def _normalized(weights: Array) -> Array:
     return weights / total if total > 0 else np.full(len(weights), 1 / len(weights))
 
 
-def _segment_sums(own: BlockFigures, blocks: Sequence[Array]) -> Array:
-    at = blocks[0]
+def _segment_sums(own: BlockFigures, at: Indices) -> Array:
     return np.array(
         [own.micro_seconds[at].sum(), own.step_seconds[at].sum(), own.stored_bytes[at].sum(), own.saved_bytes[at].sum()]
     )

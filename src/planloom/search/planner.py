@@ -24,8 +24,9 @@ from planloom.cost.efficiency import rate_of
 from planloom.graph.flops import training_flops
 from planloom.plan.checks import BATCH_DIM
 from planloom.search.network import Network, build_network
+from planloom.search.one_stage import TOLERANCE
 from planloom.search.processes import SharedSeconds, in_processes
-from planloom.search.solutions import TOLERANCE, Solution, Solver
+from planloom.search.solutions import Solution, Solver
 from planloom.search.space import Candidate, Shape, Space, Wishes, require_pin, search_space
 from planloom.search.stages import cut_places
 from planloom.search.tables import Tables, computing_seconds

@@ -86,8 +86,8 @@ def _pairs_of(tables: Tables, places: JunctionPlaces) -> list[Array]:
 def _only(unary: UnaryTables, one: slice) -> UnaryTables:
     parameters = unary.parameters
     if parameters is not None:
-        names = ("micro_seconds", "step_seconds", "stored_bytes", "working_bytes")
-        parameters = replace(parameters, **{name: getattr(parameters, name)[:, one] for name in names})
+        stored = ("micro_seconds", "step_seconds", "stored_bytes", "working_bytes")
+        parameters = replace(parameters, **{name: getattr(parameters, name)[:, one] for name in stored})
     names = ("forward", "backward", "saved_bytes", "leaving_bytes", "peak_bytes")
     return replace(unary, parameters=parameters, **{name: getattr(unary, name)[one] for name in names})
 
@@ -103,6 +103,6 @@ def _masks(tables: Tables, places: JunctionPlaces) -> list[NDArray[np.bool_]]:
     least = total.min(axis=-1, keepdims=True)
     allowed = total <= np.where(np.isfinite(least), least * (1 + _EQUAL), -np.inf)
     return [
-        allowed.any(axis=tuple(other for other in range(count) if other != i))[where.reshape(-1)]
+        np.asarray(allowed.any(axis=tuple(other for other in range(count) if other != i)))[where.reshape(-1)]
         for i, (_, where) in enumerate(distinct)
     ]
