@@ -33,7 +33,7 @@ _MAX_NUMBERS = 1_000_000
 """In the largest table of problems that are solved at once: 8 MB, about what a processor's cache holds."""
 _ROOMS = (1.0, 0.99, 0.97, 0.93)
 """Shares of the room that are tried where options meet and hold more between them than each by itself."""
-_ROUNDS, _FINER = 2, 4
+_ROUNDS, _FINER = 1, 4
 """Rounds of finer prices between two that were taken, and how many of them."""
 
 
