@@ -24,6 +24,7 @@ from planloom.cost.efficiency import rate_of
 from planloom.graph.flops import training_flops
 from planloom.plan.checks import BATCH_DIM
 from planloom.search.network import Network, build_network
+from planloom.search.one_stage import TOLERANCE
 from planloom.search.processes import SharedSeconds, in_processes
 from planloom.search.solutions import Solution, Solver
 from planloom.search.space import Candidate, Shape, Space, Wishes, require_pin, search_space
@@ -107,6 +108,11 @@ class _State:
         if any(abs(ranked.seconds / other.seconds - 1) < _SAME for other in self.best):
             return
         self.best = sorted([*self.best, ranked], key=lambda own: own.seconds)[: self.num_wanted]
+
+    def replace(self, before: Solution | None, ranked: Ranked) -> None:
+        """A better solution of the same problem."""
+        self.best = [own for own in self.best if own.solution is not before]
+        self.add(ranked)
 
     def merge(self, other: "_State") -> None:
         for ranked in other.best:
@@ -245,8 +251,24 @@ class Planner:
             state.num_solved += len(some)
             for solution in found:
                 state.add(Ranked(solution=solution, limit_bytes=solver.limit_bytes))
+        self._refine(solver, state)
         if order:
             state.bound = min(state.bound, float(solver.bounds[order].min()))
+
+    def _refine(self, solver: Solver, state: _State) -> None:
+        """Problems whose bound is further from the best estimate than `TOLERANCE`: closer ones, where memory binds."""
+        known = {own.solution.candidate: own.solution for own in state.best}
+        enough = float("inf")  # no bound need be better than the worst that cannot be helped
+        while True:
+            g = int(solver.bounds.argmin())
+            enough = min(enough, (1 - TOLERANCE) * state.shared.value)
+            if solver.bounds[g] >= enough or not np.isfinite(solver.bounds[g]):
+                break
+            before = known.get(solver.tables.candidates[g])
+            solution = solver.refined(g, before, below=state.shared.value, enough=enough)
+            if solution is not None and solution is not before:
+                state.replace(before, Ranked(solution=solution, limit_bytes=solver.limit_bytes))
+            enough = min(enough, float(solver.bounds[g]))
 
 
 def promising_first(shapes: Sequence[Shape], cluster: Cluster) -> list[Shape]:

@@ -283,13 +283,15 @@ class Tables:
         problems: Indices,
         *,
         recompute: bool = False,
+        most_peak: Array | None = None,
     ) -> Costs:
         """The sum J of some problems, for a price of memory and a number of micro-batches kept, one number a problem.
 
-        `recompute`: as an alternative, where allowed.
+        `recompute`: as an alternative, where allowed. `most_peak`: choices with a larger peak are forbidden.
         """
         network = self.network
-        weighed = self._weighed(price_of_memory, kept_micro, problems, recompute=recompute)
+        peaks = np.full(len(problems), np.inf) if most_peak is None else most_peak
+        weighed = self._weighed(price_of_memory, kept_micro, problems, peaks, recompute=recompute)
         weights = self.weights[problems][:, None, None]
         pairs = {key: weights * (p.forward[problems] + p.backward[problems]) for key, p in self.pairs.items()}
         again = {key: pairs[key] + weights * p.forward[problems] for key, p in self.pairs.items()} if recompute else {}
@@ -316,17 +318,22 @@ class Tables:
             options=tuple(weighed.options.get(v.key) for v in network.variables),
         )
 
-    def _weighed(self, price: Array, kept_micro: Array, problems: Indices, *, recompute: bool) -> "_Weighed":
+    def _weighed(
+        self, price: Array, kept_micro: Array, problems: Indices, most_peak: Array, *, recompute: bool
+    ) -> "_Weighed":
         """For every key what its choices add to J, and the best way to store parameters."""
         weights = self.weights[problems]
         found = _Weighed({}, {}, {})
         for key, unary in self.unary.items():
             forward = weights[:, None] * unary.forward[problems]
             cost = forward + weights[:, None] * unary.backward[problems]
+            room = most_peak[:, None] - unary.peak_bytes[problems]
+            cost = np.where(room < 0, np.inf, cost)
             if unary.parameters is not None:
                 own = unary.parameters
                 ways = weights[None, :, None] * own.micro_seconds[:, problems] + own.step_seconds[:, problems]
                 ways = ways + price[None, :, None] * own.stored_bytes[:, problems]
+                ways = np.where(own.working_bytes[:, problems] > room[None], np.inf, ways)
                 found.options[key] = ways.argmin(axis=0)
                 cost = cost + ways.min(axis=0)
             held = (price * kept_micro)[:, None]
