@@ -125,7 +125,7 @@ def least_memory(planner: Planner, wishes: Wishes, *, enough: float = 0.0) -> Le
     space = planner.space(wishes)
     few = [shape for shape in space.shapes if sum(kind == "free" for kind in shape.kinds) <= 1] or space.shapes
     best: LeastMemory | None = None
-    for shape in promising_first(few, planner.cluster):
+    for shape in promising_first(few, planner.cluster, planner.batch):
         for num_micro in reversed(space.micro_batches):
             placement = space.placements(planner.cluster, shape)[0]
             candidate = Candidate(shape=shape, placement=placement, num_micro=num_micro)

@@ -45,6 +45,7 @@ class WorkPrices:
         self.blocks, self.device, self.fused, self.by_volume = blocks, device, fused, by_volume
         self._known: dict[tuple[object, Pieces], Work] = {}
         self._classes: dict[int, object] = {}
+        self._kept: dict[int, Kept] = {}
 
     def class_of(self, block: Block) -> object:
         """Equal for blocks with equal work."""
@@ -78,6 +79,11 @@ class WorkPrices:
 
     def kept(self, block: Block) -> Kept:
         """What a block keeps at its boundary; no split changes it."""
+        if block.index not in self._kept:
+            self._kept[block.index] = self._find_kept(block)
+        return self._kept[block.index]
+
+    def _find_kept(self, block: Block) -> Kept:
         run = single_run(self.blocks, block, (1,) * len(block.dims))
         memory = run_memory(self.blocks, _program(run), run, fused=self.fused)
         inputs = zip(run.inputs, memory.saved_inputs, strict=True)
