@@ -30,21 +30,19 @@ from planloom.search.solutions import Solution, Solver
 from planloom.search.space import Candidate, Shape, Space, Wishes, require_pin, search_space
 from planloom.search.stages import cut_places
 from planloom.search.tables import Tables, computing_seconds
-from planloom.search.work import WorkPrices
+from planloom.search.work import Measured, WorkPrices
 from planloom.simulate.memory import given_bytes
 
 MARGIN, WIDE_MARGIN = 0.05, 0.6
-"""Problems whose bound is worse than the best estimate by more are not looked at: no finalist comes of them. Where
-there are few devices, and so little to look at, the margin is wide, so that the best others can be shown."""
+"""Problems whose bound is worse than the best estimate by more are not looked at, and solutions that are worse by
+more are no finalists. Where there are few devices, and so little to look at, the margin is wide, so that the best
+others can be shown."""
 _FEW_DEVICES = 16
 USABLE_MEMORY = 0.92
 """The share of a device's memory that a plan may fill: what remains is for the driver, for libraries and for what an
 allocator cannot use. [Assumed]"""
 _AT_ONCE = 2
 """Problems of one shape that are solved together."""
-_SPLIT_GAIN = 0.95
-"""By how much smaller pieces may be faster than the whole, in the model of kernels: tiles fit by chance. [Assumed]"""
-
 Progress = Callable[[str, int, int], None]
 
 
@@ -115,12 +113,25 @@ class _Findings:
 class Planner:
     """One model on one cluster: what all searches on it share."""
 
-    def __init__(self, blocks: BlockGraph, cluster: Cluster, *, fused: bool, by_volume: bool = False) -> None:
+    def __init__(
+        self,
+        blocks: BlockGraph,
+        cluster: Cluster,
+        *,
+        fused: bool,
+        by_volume: bool = False,
+        measured: Measured | None = None,
+    ) -> None:
         self.blocks, self.cluster = blocks, cluster
         self.network: Network = build_network(blocks)
-        self.works = WorkPrices(blocks, cluster.device, fused=fused, by_volume=by_volume)
+        self.works = WorkPrices(blocks, cluster.device, fused=fused, by_volume=by_volume, measured=measured)
         self.places = cut_places(blocks)
         self.batch = batch_size(blocks)
+
+    def with_measured(self, measured: Measured) -> "Planner":
+        """The same model and cluster, priced with what was measured."""
+        works = self.works
+        return Planner(self.blocks, self.cluster, fused=works.fused, by_volume=works.by_volume, measured=measured)
 
     def device_bytes(self, wishes: Wishes) -> float:
         """What a plan may fill of a device's memory."""
@@ -170,7 +181,9 @@ class Planner:
             bound_seconds=min([best.least, findings.bound, *bounds]),
             search_seconds=time.perf_counter() - started,
         )
-        return Found(ranked=_distinct(findings.solved)[:num_wanted], certificate=certificate)
+        return Found(
+            ranked=_distinct(findings.solved, best.least * (1 + self.margin))[:num_wanted], certificate=certificate
+        )
 
     def _below(self, best: BestSeconds) -> float:
         """Problems whose bound is not below are left out."""
@@ -245,28 +258,17 @@ class Planner:
         findings.bound = min(findings.bound, float(solver.bounds[list(problems)].min()))
 
     def least_seconds(self, num_stages: int, num_micro: int) -> float:
-        """A bound on every plan with these numbers: all computation, perfectly divided, and the bubble."""
-        if self.works.by_volume:
+        """A bound on every plan with these numbers: all operations at the peak rate, perfectly divided, and the bubble.
+        What was measured may be faster than a peak rate that a file states: then there is no such bound."""
+        if self.works.by_volume or self.works.measured.figures:
             return 0.0
-        ideal = max(self._peak_seconds, _SPLIT_GAIN * self._whole_seconds) / self.cluster.num_devices
+        ideal = self._peak_seconds / self.cluster.num_devices
         return ideal * (num_micro + num_stages - 1) / num_micro
 
     @cached_property
     def _peak_seconds(self) -> float:
         """All floating-point operations on one device at its peak rate."""
         return training_flops(self.blocks.graph, counting="causal") / self._rate
-
-    @cached_property
-    def _whole_seconds(self) -> float:
-        """All blocks on one device, whole: no split makes a block's operations faster by themselves."""
-        total = 0.0
-        for key, numbers, _ in self.network.places_of_keys:
-            variable = self.network.representatives[key]
-            if not variable.tensor:
-                block = self.blocks.blocks[variable.block]
-                work = self.works.work(block, (1,) * len(block.dims))
-                total += len(numbers) * (work.forward_seconds + work.backward_seconds)
-        return total
 
     @property
     def _rate(self) -> float:
@@ -286,11 +288,12 @@ def _portions(problems: Sequence[Problem], below: float) -> list[tuple[Problem, 
     return sorted(found, key=lambda own: own[0].bound_seconds)
 
 
-def _distinct(solved: Sequence[Ranked]) -> tuple[Ranked, ...]:
-    """Best first; of several with the same seconds, which are one plan under several names, the first."""
+def _distinct(solved: Sequence[Ranked], limit: float) -> tuple[Ranked, ...]:
+    """Those up to the limit, best first; of several with the same seconds, which are one plan under several names, the
+    first."""
     found: list[Ranked] = []
     for ranked in sorted(solved, key=lambda own: own.seconds):
-        if not found or not is_same(found[-1].seconds, ranked.seconds):
+        if ranked.seconds <= limit and not (found and is_same(found[-1].seconds, ranked.seconds)):
             found.append(ranked)
     return tuple(found)
 
