@@ -47,8 +47,7 @@ Figure = Literal[
 def run_fingerprint(blocks: BlockGraph, program: Program, run: Run) -> str:
     """A digest of a run's local work: operators, local shapes, and what crosses its boundary with a cotangent."""
     graph = blocks.graph
-    mesh = program.stages[run.stage].mesh
-    coordinates = dict.fromkeys(mesh.digits, 0)
+    coordinates = {digit: 0 for part in run.blocks for _, digits in part.splits for digit in digits}
     numbers: dict[str, int] = {}
     lines: list[Any] = []
     for part in run.blocks:

@@ -317,10 +317,12 @@ def _looked_up(step: Step, record: Record, chosen: Mapping[int, Indices]) -> Ind
     """The minimizer of an eliminated variable, where all others of its tables are chosen."""
     total: Array | None = None
     for table in record.tables:
-        axis = table.variables.index(record.variable)
-        numbers = np.moveaxis(table.numbers, 1 + axis, -1)
-        others = [chosen[step.moved(v)] for v in table.variables if v != record.variable]
-        own = numbers[(np.arange(numbers.shape[0]), *others)] if others else numbers
+        numbers = table.numbers
+        if len(table.variables) > 1:
+            ends = [slice(None) if v == record.variable else chosen[step.moved(v)] for v in table.variables]
+            own = numbers[(np.arange(numbers.shape[0]), *ends)]  # (problems, choices), wherever the slice is
+        else:
+            own = numbers
         total = own if total is None else total + own
     assert total is not None
     found: Indices = total.argmin(axis=1)
