@@ -247,6 +247,8 @@ class LabelSearch:
                 g = self.g
                 seconds = self.tables.weights[g] * own.micro_seconds[:, g] + own.step_seconds[:, g]
                 stored, working = own.stored_bytes[:, g], own.working_bytes[:, g]
+                # As in the tables: what has too large a peak is no way, nor the cheapest one.
+                seconds = np.where(working > self.most_peak - self.tables.unary[key].peak_bytes[g], np.inf, seconds)
                 costs = seconds[None] + self.prices[:, None, None] * stored[None]
                 with np.errstate(invalid="ignore"):
                     regrets = np.where(np.isfinite(costs), costs - costs.min(axis=1, keepdims=True), np.inf)

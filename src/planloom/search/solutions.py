@@ -219,14 +219,17 @@ class Solver:
         """The best packing; with less room than there is, if what lies between different options needs some."""
         figures = [block_figures(self.tables, g, self._settled(g, choice)) for choice in options]
         num_micro = self.tables.candidates[g].num_micro
-        packing = None
-        for share in _ROOMS if len(options) > 1 else _ROOMS[:1]:
-            limits = [float(share * limit) for limit in self.limits]
-            packing = pack_stages(figures, self.places, num_micro, limits, self._segment_starts)
-            solution = self._solution(g, options, packing) if packing is not None else None
-            if packing is None or solution is not None:
-                return packing, solution
-        return packing, None
+        found: Packing | None = None
+        for switches in (self._segment_starts, None):  # None: a segment that is cut may have two options
+            for share in _ROOMS if len(options) > 1 else _ROOMS[:1]:
+                limits = [float(share * limit) for limit in self.limits]
+                packing = pack_stages(figures, self.places, num_micro, limits, switches)
+                if packing is None:
+                    break
+                found, solution = packing, self._solution(g, options, packing)
+                if solution is not None:
+                    return found, solution
+        return found, None
 
     def _settled(self, g: int, choice: Choice) -> Choice:
         return replace(choice, variables=with_best_junctions(self.tables, g, choice.variables))
