@@ -12,8 +12,8 @@ than the best by more than a margin. The gap is that between the best estimate a
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import log2, prod
 
@@ -243,11 +243,15 @@ class Planner:
         left = [problem for problem in problems if problem.bound_seconds < self._below(best)]
         findings.open = [problem for problem in problems if problem not in left]
         if left:
-            tables = self.tables([problem.candidate for problem in left], wishes)
-            solver = Solver(tables, self.places, limit_bytes=limit, recompute=wishes.recompute)
-            solver.bounds = np.maximum(solver.bounds, [problem.bound_seconds for problem in left])
-            self._solve(solver, list(range(len(left))), best, findings)
+            self._solve(self._solver_of(left, limit, wishes), list(range(len(left))), best, findings)
         return findings
+
+    def _solver_of(self, problems: "Sequence[Problem]", limit: float, wishes: Wishes) -> Solver:
+        """Of problems of one shape, which keep the bounds that are known of them."""
+        tables = self.tables([problem.candidate for problem in problems], wishes)
+        solver = Solver(tables, self.places, limit_bytes=limit, recompute=wishes.recompute)
+        solver.bounds = np.maximum(solver.bounds, [problem.bound_seconds for problem in problems])
+        return solver
 
     def _solve(self, solver: Solver, problems: Sequence[int], best: BestSeconds, findings: _Findings) -> None:
         if not problems:
@@ -263,54 +267,39 @@ class Planner:
         self, findings: _Findings, best: BestSeconds, limit: float, wishes: Wishes, progress: Progress | None
     ) -> None:
         """Closer bounds, and better solutions, of solved problems that may be better than the best by more than
-        `TOLERANCE`: where memory binds, the row of prices leaves something open."""
-        wanted = [problem for problem in findings.closed if problem.bound_seconds < (1 - TOLERANCE) * best.least]
-        if not wanted:
-            return
-        known = {own.solution.candidate: own for own in findings.solved}
-        portions = _portions(wanted)
-        for own in in_processes(
-            lambda some, shared: self._refined(some, known, limit, wishes, shared), portions, best, progress=progress
-        ):
-            refined = {problem.candidate for problem in own.closed}
-            findings.closed = [problem for problem in findings.closed if problem.candidate not in refined]
-            better = {ranked.solution.candidate for ranked in own.solved}
-            findings.solved = [ranked for ranked in findings.solved if ranked.solution.candidate not in better]
-            findings.merge(own)
-            for ranked in own.solved:
-                best.add(ranked.seconds)
+        `TOLERANCE`: where memory binds, the row of prices leaves something open.
 
-    def _refined(
-        self,
-        problems: "Sequence[Problem]",
-        known: Mapping[Candidate, Ranked],
-        limit: float,
-        wishes: Wishes,
-        best: BestSeconds,
-    ) -> _Findings:
-        """Some problems of one shape, those with the least bounds first."""
-        findings = _Findings()
-        tables = self.tables([problem.candidate for problem in problems], wishes)
-        solver = Solver(tables, self.places, limit_bytes=limit, recompute=wishes.recompute)
-        solver.bounds = np.maximum(solver.bounds, [problem.bound_seconds for problem in problems])
-        enough = float("inf")  # no bound need be better than the worst that cannot be helped
-        while True:
-            g = int(solver.bounds.argmin())
+        The problem with the least bound comes first: where its bound stays the least, others need not be better.
+        """
+        wanted = [problem for problem in findings.closed if problem.bound_seconds < (1 - TOLERANCE) * best.least]
+        bounds = {problem.candidate: problem.bound_seconds for problem in wanted}
+        solved = {own.solution.candidate: own for own in findings.solved}
+        solvers: dict[Shape, Solver] = {}
+        enough = float("inf")
+        while bounds:
+            candidate = min(bounds, key=bounds.__getitem__)
             enough = min(enough, (1 - TOLERANCE) * best.least)
-            if solver.bounds[g] >= enough or not np.isfinite(solver.bounds[g]):
+            if bounds[candidate] >= enough:
                 break
-            before = known.get(problems[g].candidate)
-            solution = before.solution if before is not None else None
-            found = solver.refined(g, solution, below=best.least, enough=enough)
-            if found is not None and found is not solution:
+            if progress is not None:
+                progress(f"proof for {candidate.shape}", sum(bound >= enough for bound in bounds.values()), len(bounds))
+            if candidate.shape not in solvers:
+                alike = [problem for problem in wanted if problem.candidate.shape == candidate.shape]
+                solvers[candidate.shape] = self._solver_of(alike, limit, wishes)
+            solver = solvers[candidate.shape]
+            before = solved[candidate].solution if candidate in solved else None
+            g = solver.tables.candidates.index(candidate)
+            found = solver.refined(g, before, below=best.least, enough=enough)
+            if found is not None:
                 best.add(found.estimate.step_seconds)
-                findings.solved.append(Ranked(solution=found, limit_bytes=limit))
-            enough = min(enough, float(solver.bounds[g]))
+                solved[candidate] = Ranked(solution=found, limit_bytes=limit)
+            bounds[candidate] = max(bounds[candidate], float(solver.bounds[g]))
+            enough = min(enough, bounds[candidate])
+        findings.solved = list(solved.values())
         findings.closed = [
-            Problem(candidate=problem.candidate, bound_seconds=float(bound))
-            for problem, bound in zip(problems, solver.bounds, strict=True)
+            replace(problem, bound_seconds=bounds.get(problem.candidate, problem.bound_seconds))
+            for problem in findings.closed
         ]
-        return findings
 
     def least_seconds(self, num_stages: int, num_micro: int) -> float:
         """A bound on every plan with these numbers: all operations at the peak rate, perfectly divided, and the bubble.
