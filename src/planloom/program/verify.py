@@ -40,6 +40,7 @@ from planloom.program.values import (
     Transfer,
     Update,
     Wait,
+    WeightGradient,
 )
 
 Place = tuple[Buffer, int]
@@ -91,6 +92,8 @@ class _Interpreter:
         self.memory: dict[int, dict[Place, Symbol]] = {device: {} for device in program.devices}
         self.complete = Completeness(blocks=blocks)
         self.saved: dict[tuple[int, int, int], dict[Buffer, Symbol]] = {}
+        self.put_off: dict[tuple[int, int, int], dict[int, Symbol]] = {}
+        """Gradients of parameters that a split backward has left to a `WeightGradient`, by slot."""
         self.sent: set[tuple[str, int]] = set()
         self.received: dict[tuple[str, int], Receive] = {}
         self.messages: dict[tuple[str, int], dict[_Message, Symbol]] = {}
@@ -160,7 +163,8 @@ class _Interpreter:
                 for stored in stage.parameters:
                     if stored.name in expected:
                         box = stored.layout.box(stored.sizes, stage.mesh.coordinates(device))
-                        self._final(device, stored.name, stored.buffer, "updated", box)
+                        kind = "updated" if self.program.trains else "value"
+                        self._final(device, stored.name, stored.buffer, kind, box)
         return Proof(
             num_devices=len(self.program.devices),
             num_instructions=self.counts["instructions"],
@@ -202,6 +206,9 @@ class _Interpreter:
             case Backward():
                 for device in devices:
                     self._backward(s, device, instruction, micro)
+            case WeightGradient():
+                for device in devices:
+                    self._weight_gradient(device, instruction, micro)
             case _:
                 for device in devices:
                     self._local(s, device, instruction, micro)
@@ -464,10 +471,25 @@ class _Interpreter:
             slots = self._symbolic(s, device, backward.run, micro).backward(cotangents)
         except RunError as error:
             raise _FaultError(error.tensor, str(error), (device,)) from None
-        for i, (slot, wanted) in enumerate(zip(run.inputs, backward.outputs, strict=True)):
+        if backward.is_split:
+            left = {i: symbol for i, symbol in slots.items() if symbol.tensor in self.graph.parameters}
+            self.put_off[device, backward.run, micro] = left
+            slots = {i: symbol for i, symbol in slots.items() if i not in left}
+        self._give(device, backward, micro, slots)
+
+    def _weight_gradient(self, device: int, rest: WeightGradient, micro: int) -> None:
+        left = self.put_off.pop((device, rest.run, micro), None)
+        if left is None:
+            tensor = self.program.runs[rest.run].outputs[0].tensor
+            raise _FaultError(tensor, "weight-gradients have no split backward before them", (device,))
+        self._give(device, rest, micro, left)
+
+    def _give(self, device: int, instruction: Backward | WeightGradient, micro: int, slots: dict[int, Symbol]) -> None:
+        run = self.program.runs[instruction.run]
+        for i, (slot, wanted) in enumerate(zip(run.inputs, instruction.outputs, strict=True)):
             if wanted is not None:
                 if i not in slots:
-                    raise _FaultError(slot.tensor, "a run gives no cotangent of this input", (device,))
+                    raise _FaultError(slot.tensor, "a run gives no cotangent of this input here", (device,))
                 self._write(device, wanted, micro, slots[i])
 
 
@@ -494,7 +516,7 @@ def _describe(instruction: Instruction) -> str:
             return f"{type(instruction).__name__} {channel}"
         case Forward(run=run, again=True):
             return f"Forward of run {run} again"
-        case Forward(run=run) | Backward(run=run):
+        case Forward(run=run) | Backward(run=run) | WeightGradient(run=run):
             return f"{type(instruction).__name__} of run {run}"
         case Wait(buffer=buffer) | Free(buffer=buffer):
             return f"{type(instruction).__name__} {buffer}"

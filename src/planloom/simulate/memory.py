@@ -45,7 +45,7 @@ from planloom.program import (
     Wait,
     collectives_in,
 )
-from planloom.program.schedule import ENTER, EXIT, LAST_BACKWARD, RECEIVES
+from planloom.program.schedule import is_last
 from planloom.program.sizes import sizes_of_steps
 from planloom.simulate.timeline import RoleMemory
 
@@ -354,13 +354,19 @@ def given_bytes(graph: Graph) -> int:
 
 
 def _plain_order(stage: StageProgram) -> list[BodyCall]:
-    """The calls of the first micro-batches, one micro-batch after another, and of the last."""
-    backwards = [call for call in stage.calls if call.body in ("backward", LAST_BACKWARD)]
-    order = [call for call in stage.calls if call.body == ENTER]
-    for i, backward in enumerate(backwards[:_WALKED] + backwards[max(_WALKED, len(backwards) - 1) :]):
-        for body in ("forward", backward.body):
-            order += [BodyCall(body=name, micro=i) for name in (RECEIVES[body], body) if name in stage.bodies]
-    return order + [call for call in stage.calls if call.body == EXIT]
+    """The calls of the first micro-batches of every body, one micro-batch after another, and of the last ones."""
+    counts: dict[str, int] = {}
+    walked: dict[int, None] = {}
+    for call in stage.calls:
+        counts[call.body] = counts.get(call.body, 0) + 1
+        if call.micro >= 0 and (counts[call.body] <= _WALKED or is_last(call.body)):
+            walked[call.micro] = None
+    of_micro: dict[int, list[BodyCall]] = {micro: [] for micro in sorted(walked)}
+    around = [call for call in stage.calls if call.micro < 0]
+    for call in stage.calls:
+        if call.micro in of_micro:
+            of_micro[call.micro].append(call)
+    return [around[0], *(call for calls in of_micro.values() for call in calls), *around[1:]]
 
 
 def _place(buffer: Buffer, micro: int) -> Place:
