@@ -26,12 +26,15 @@ from planloom.execute.vjp import Enter
 
 @dataclass(eq=False, slots=True)
 class _Meeting:
-    """One operator on leaves of its own; `edge`: where the cotangent of its result arrives in the run's graph."""
+    """One operator in a graph of its own, by gradient edges: they keep no tensors but those that autograd saved.
 
-    result: Tensor
-    activations: list[Tensor]
-    parameters: dict[Key, Tensor]
-    edge: GradientEdge | None = None
+    `arrival`: where the cotangent of its result arrives in the run's graph.
+    """
+
+    result: GradientEdge
+    activations: list[GradientEdge]
+    parameters: dict[Key, GradientEdge]
+    arrival: GradientEdge | None = None
     cotangent: Tensor | None = None
 
 
@@ -39,19 +42,19 @@ class _Meet(torch.autograd.Function):
     """The result of a meeting operator; backward differentiates it by its activations."""
 
     @staticmethod
-    def forward(ctx: Any, meeting: _Meeting, anchor: Tensor, *activations: Tensor) -> Tensor:
+    def forward(ctx: Any, meeting: _Meeting, made: Tensor, anchor: Tensor, *activations: Tensor) -> Tensor:
         ctx.meeting = meeting
-        return meeting.result.detach()
+        return made.detach()
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> tuple[Tensor | None, ...]:
         meeting = ctx.meeting
         if not meeting.activations:
-            return None, None
+            return None, None, None
         found = torch.autograd.grad(
-            meeting.result, meeting.activations, cotangents, retain_graph=True, allow_unused=True
+            [meeting.result], meeting.activations, cotangents, retain_graph=True, allow_unused=True
         )
-        return None, None, *found
+        return None, None, None, *found
 
 
 class SplitVjp:
@@ -106,22 +109,26 @@ class SplitVjp:
 
     def _met(self, step: Step, table: Mapping[Key, Tensor], micro: int) -> Tensor:
         keys = dict.fromkeys(keys_of((step.args, step.kwargs)))
-        leaves: dict[Key, Tensor] = {}
-        outside, parameters = [], {}
+        inside: dict[Key, Tensor] = {}
+        outside, activations, parameters = [], [], {}
         for key in keys:
             tensor = self._from_parameters.get(key, table.get(key))
             assert tensor is not None
-            leaves[key] = tensor.detach().requires_grad_(tensor.requires_grad)
-            if tensor.requires_grad and key in self._from_parameters:
-                parameters[key] = leaves[key]
-            elif tensor.requires_grad:
-                outside.append((leaves[key], tensor))
-        result = _called(step, leaves, micro)
+            if not tensor.requires_grad:
+                inside[key] = tensor
+                continue
+            inside[key] = Enter.apply(self._anchor, tensor.detach())
+            if key in self._from_parameters:
+                parameters[key] = get_gradient_edge(inside[key])
+            else:
+                activations.append(get_gradient_edge(inside[key]))
+                outside.append(tensor)
+        result = _called(step, inside, micro)
         if not result.requires_grad:
             return result
-        meeting = _Meeting(result, [leaf for leaf, _ in outside], parameters)
-        made: Tensor = _Meet.apply(meeting, self._anchor, *(tensor for _, tensor in outside))
-        meeting.edge = get_gradient_edge(made)
+        meeting = _Meeting(get_gradient_edge(result), activations, parameters)
+        made: Tensor = _Meet.apply(meeting, result.detach(), self._anchor, *outside)
+        meeting.arrival = get_gradient_edge(made)
         self._meetings.append(meeting)
         return made
 
@@ -139,13 +146,14 @@ class SplitVjp:
             if edge is not None and cotangent is not None
         ]
         targets = [edge for edge in self._edges_in if edge is not None]
-        met = [meeting.edge for meeting in self._meetings if meeting.edge is not None]
+        met = [meeting.arrival for meeting in self._meetings if meeting.arrival is not None]
         found: list[Tensor | None] = [None] * (len(targets) + len(met))
         if pairs and found:
             edges, values = [edge for edge, _ in pairs], [cotangent for _, cotangent in pairs]
             found = list(torch.autograd.grad(edges, [*targets, *met], values, allow_unused=True))
         for meeting, cotangent in zip(self._meetings, found[len(targets) :], strict=True):
-            meeting.cotangent, meeting.edge = cotangent, None
+            meeting.cotangent, meeting.arrival = cotangent, None
+            meeting.activations.clear()
         self._given = {i: cotangents[i] for i, _ in self._direct}
         arriving, self._edges_out = iter(found), []
         return [
@@ -161,7 +169,7 @@ class SplitVjp:
         for meeting in self._meetings:
             if meeting.cotangent is not None and meeting.parameters:
                 found = torch.autograd.grad(
-                    meeting.result, list(meeting.parameters.values()), meeting.cotangent, allow_unused=True
+                    [meeting.result], list(meeting.parameters.values()), [meeting.cotangent], allow_unused=True
                 )
                 for key, gradient in zip(meeting.parameters, found, strict=True):
                     _add(sums, key, gradient)

@@ -67,7 +67,7 @@ class StageBodies:
 
     def finished(self, order: Sequence[Call], ways: Ways) -> tuple[Bodies, tuple[BodyCall, ...]]:
         """The finished bodies, and the calls of them."""
-        bodies: Bodies = {ENTER: tuple(_receives_first(self.enter)), EXIT: tuple(_receives_first(self.exit))}
+        bodies: Bodies = {ENTER: tuple(_receives_first(self.enter))}
         for way in sorted(self.arrived.keys() | {part.way for part in self.parts}):
             bodies.update(self._finished_way(way, ways))
         bodies = {name: body for name, body in bodies.items() if body or " receives" not in name}
@@ -83,6 +83,7 @@ class StageBodies:
                 bodies[last_of(name)] = tuple(reduce_during(bodies[name], self.buckets[part.stage]))
                 name = last_of(name)
             named.append(BodyCall(body=name, micro=call.micro))
+        bodies[EXIT] = tuple(_receives_first(self.exit))
         called = (BodyCall(body=ENTER), *named, BodyCall(body=EXIT))
         return bodies, with_receives_ahead(called, bodies)
 
