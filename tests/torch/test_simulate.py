@@ -10,7 +10,7 @@ from planloom.capture import batch_spec
 from planloom.errors import PriceError
 from planloom.graph.flops import training_flops
 from planloom.layout import Mesh
-from planloom.plan import Call, named_plan, parse_named
+from planloom.plan import named_plan, parse_named
 from planloom.program import Coalesced, Instruction, Program, build_program
 from planloom.report import chrome_trace, timeline_svg
 from planloom.simulate import Summary, Timeline, simulate
@@ -65,10 +65,9 @@ def test_the_timeline_names_the_sources_of_its_prices() -> None:
 def test_an_order_that_deadlocks_has_no_time() -> None:
     model = captured("gpt", torch.float32)
     plan = named_plan(model.blocks, parse_named("pp=2,micro=2,gpipe"), batch=batch_spec(model.batch))
-    backward_first = tuple(
-        Call(phase=phase, micro=m) for m, phase in ((0, "backward"), (0, "forward"), (1, "forward"), (1, "backward"))
-    )
-    built = build_program(model.blocks, replace(plan, orders=(backward_first, plan.orders[1])))
+    built = build_program(model.blocks, plan)
+    backward_first = sorted(built.stages[0].calls, key=lambda call: (call.body != "enter", "backward" not in call.body))
+    built = replace(built, stages=(replace(built.stages[0], calls=tuple(backward_first)), built.stages[1]))
     with pytest.raises(PriceError, match="deadlocks"):
         simulate(built, FixedPrices(built))
 

@@ -156,7 +156,7 @@ def _require_recompute(plan: Plan, blocks: BlockGraph) -> None:
         problem = f"segment {wrong[0]}, which the model does not have" if wrong else "a segment twice"
         raise PlanError(
             f"plan {plan.name!r} recomputes {problem}",
-            given=f"segments {_shown(plan.recompute)}",
+            given=f"segments {' '.join(map(str, plan.recompute[:40]))}",
             required=f"segments from 0 to {num_segments - 1}, each at most once",
             todo="count segments as blocks.find_segments does, or name their blocks: Draft.recompute",
         )

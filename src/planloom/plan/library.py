@@ -106,8 +106,7 @@ def named_plan(
             written = _stored_split(written, named.storage)
     if named.recompute:
         written = replace(written, recomputed=_layers(blocks))
-    schedule = named.schedule if named.pp > 1 or named.schedule == "inference" else "1f1b"
-    return written.order(schedule, micro_batches=named.micro).plan(str(named))
+    return written.order(named.schedule, micro_batches=named.micro).plan(str(named))
 
 
 def _layers(blocks: BlockGraph) -> tuple[int, ...]:

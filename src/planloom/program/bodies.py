@@ -76,10 +76,11 @@ class StageBodies:
         for at, (part, call) in enumerate(calls):
             if call.phase in ("backward", "weight-gradient"):
                 last[part.stage] = at
+        names = {(part, phase): f"{phase}{ways.suffix(part)}" for part, phase in {(p, c.phase) for p, c in calls}}
         named = []
         for at, (part, call) in enumerate(calls):
-            name = f"{call.phase}{ways.suffix(part)}"
-            if self.buckets.get(part.stage) and last.get(part.stage) == at:
+            name = names[part, call.phase]
+            if last.get(part.stage) == at and self.buckets.get(part.stage):
                 bodies[last_of(name)] = tuple(reduce_during(bodies[name], self.buckets[part.stage]))
                 name = last_of(name)
             named.append(BodyCall(body=name, micro=call.micro))

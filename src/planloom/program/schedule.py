@@ -8,6 +8,7 @@ are those of a *part*: one stage for the micro-batches that go one way through t
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from planloom.plan import Plan
 from planloom.plan.orders import Call
@@ -26,7 +27,7 @@ class Part:
     group: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Ways:
     """How micro-batches go through the groups: `homes[w][s]` is the group of stage s on way w."""
 
@@ -35,33 +36,43 @@ class Ways:
     """For every micro-batch."""
 
     def part(self, call: Call) -> Part:
-        way = self.way_of[call.micro]
-        return Part(way=way, stage=call.stage, group=self.homes[way][call.stage])
+        return self._table[self.way_of[call.micro]][call.stage]
 
     def parts(self) -> tuple[Part, ...]:
         """All parts, way by way, in the order of stages."""
-        return tuple(
-            Part(way=way, stage=stage, group=group)
-            for way, homes in enumerate(self.homes)
-            for stage, group in enumerate(homes)
-        )
+        return tuple(part for parts in self._table for part in parts)
 
     def suffix(self, part: Part) -> str:
         """What tells the bodies of a part from others of its group; nothing if there are none."""
-        here = [other for other in self.parts() if other.group == part.group]
-        if len(here) == 1:
-            return ""
-        by_way = f" by way {part.way}" if sum(other.stage == part.stage for other in here) > 1 else ""
-        return f" of stage {part.stage}{by_way}"
+        return self._suffixes[part]
+
+    @cached_property
+    def _table(self) -> tuple[tuple[Part, ...], ...]:
+        return tuple(
+            tuple(Part(way=way, stage=stage, group=group) for stage, group in enumerate(homes))
+            for way, homes in enumerate(self.homes)
+        )
+
+    @cached_property
+    def _suffixes(self) -> dict[Part, str]:
+        here: dict[int, list[int]] = {}
+        for part in self.parts():
+            here.setdefault(part.group, []).append(part.stage)
+        found = {}
+        for part in self.parts():
+            stages = here[part.group]
+            by_way = f" by way {part.way}" if stages.count(part.stage) > 1 else ""
+            found[part] = f" of stage {part.stage}{by_way}" if len(stages) > 1 else ""
+        return found
 
 
 def find_ways(plan: Plan) -> Ways:
     """The ways of a plan's micro-batches, those of stages' own groups first."""
-    homes = [[plan.group_of(stage) for stage in range(len(plan.meshes))] for _ in range(plan.num_micro_batches)]
+    own = tuple(map(plan.group_of, range(len(plan.meshes))))
+    homes = [list(own) for _ in range(plan.num_micro_batches)]
     for group, order in enumerate(plan.orders):
         for call in order:
             homes[call.micro][call.stage] = group
-    own = tuple(map(plan.group_of, range(len(plan.meshes))))
     ways = sorted(set(map(tuple, homes)), key=lambda way: (way != own, way))
     numbers = {way: number for number, way in enumerate(ways)}
     return Ways(homes=tuple(ways), way_of=tuple(numbers[tuple(way)] for way in homes))

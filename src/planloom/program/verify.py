@@ -12,13 +12,14 @@ every call of every stage and proves, or names the tensor, the instruction and t
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from planloom.blocks import BlockGraph
 from planloom.errors import VerificationError
 from planloom.layout import Box
 from planloom.program.completeness import Completeness
+from planloom.program.likeness import counted, goes_through, representatives, with_micro_batches
 from planloom.program.schedule import Line, interleave
 from planloom.program.symbolic_runs import RunError, SymbolicRun
 from planloom.program.symbolic_steps import StepError, apply_steps, extract, join_messages
@@ -59,8 +60,16 @@ class Proof:
 
 
 def verify_program(blocks: BlockGraph, program: Program) -> Proof:
-    """Prove a program equal to the model on one device, or raise what is wrong."""
-    return _Interpreter(blocks, program).run()
+    """Prove a program equal to the model on one device, or raise what is wrong.
+
+    Of many micro-batches that are alike, some stand for all (`likeness`).
+    """
+    chosen = representatives(program)
+    if chosen is None or not goes_through(program):  # the whole program says best where it is wrong
+        return _Interpreter(blocks, program).run()
+    fewer = with_micro_batches(program, chosen)
+    proof = _Interpreter(blocks, fewer, share=(len(chosen), program.num_micro_batches)).run()
+    return replace(proof, **counted(program))
 
 
 class _FaultError(Exception):
@@ -87,10 +96,10 @@ class _Work:
 
 
 class _Interpreter:
-    def __init__(self, blocks: BlockGraph, program: Program) -> None:
+    def __init__(self, blocks: BlockGraph, program: Program, *, share: tuple[int, int] = (1, 1)) -> None:
         self.blocks, self.program, self.graph = blocks, program, blocks.graph
         self.memory: dict[int, dict[Place, Symbol]] = {device: {} for device in program.devices}
-        self.complete = Completeness(blocks=blocks)
+        self.complete = Completeness(blocks=blocks, share=share)
         self.saved: dict[tuple[int, int, int], dict[Buffer, Symbol]] = {}
         self.put_off: dict[tuple[int, int, int], dict[int, Symbol]] = {}
         """Gradients of parameters that a split backward has left to a `WeightGradient`, by slot."""
