@@ -1,8 +1,6 @@
 """One case of `plan_quality_testbed`: search, profile, choose, and compete on the ranks."""
 
-import json
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,27 +8,33 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.plan_quality_cases import Case
+from benchmarks.plan_quality_cases import Case, all_plans
+from benchmarks.plan_quality_ranks import Ranks
 from planloom.cli.models import CapturedModel, capture_model
-from planloom.cli.pricing import Lab, with_figures
-from planloom.cluster import Device, load_cluster
+from planloom.cli.pricing import with_figures
+from planloom.cluster import Cluster, Device
 from planloom.cost import Prices
 from planloom.plan import named_plan, parse_named, save_plan
+from planloom.profile import local_store
 from planloom.program import Program, verify_program
 from planloom.search import Best, Candidate, Planner, candidate_plans, find_best, plan_lazily
-from testbed import DeviceLimits, OpenDevices
+from testbed import DeviceLimits
 from testbed.devices import plan_devices
-from testbed.workers import launcher
 
 CHOSEN = "chosen"
 TORCH = ("DDP", "FSDP2", "DTensor TP")
 FLAT, OURS, VOLUME = "TP flat", "TP ours", "volume"
-_BUDGET_SECONDS = 0.15
-_LIMIT_SECONDS = 3000
-_NUM_MEASURED = 4
+_BUDGET_SECONDS = 0.1
+_NUM_MEASURED = 8
+_NUM_BY_VOLUME = 8
+"""Of the plans with the least volume some cannot be built (rows of experts that would move in two steps)."""
+_MANY_RANKS = 8
+"""From here on a profile takes minutes, and fewer finalists are profiled."""
 _SCREEN_STEPS = 2
-_NEAR = 1.15
-"""Plans that took so many times the fastest step when all were measured once compete in turns, too."""
+_FAR = 2.0
+"""Plans whose first step takes so many times the fastest so far are measured no further."""
+_NEAR, _MOST_NEAR = 1.15, 5
+"""Plans that took so many times the fastest step when all were measured once compete in turns, too, but so many."""
 
 _CORE_FLOPS = {"float32": 112e9, "float64": 56e9}
 _CORE_BYTES_PER_SECOND, _CORE_LAUNCH_SECONDS = 22e9, 4e-6
@@ -45,7 +49,7 @@ class Effort:
     """How many plans the search may propose, and how many steps each contestant takes in turns with the others."""
 
     num_finalists: int = 8
-    num_rounds: int = 7
+    num_rounds: int = 5
     exhaustive: bool = True
 
 
@@ -77,6 +81,8 @@ class Result:
     gap: float = 0.0
     search_seconds: float = 0.0
     profile_seconds: float = 0.0
+    seconds: float = 0.0
+    """Of all of it."""
 
     def ratio(self, name: str) -> float:
         """The chosen plan's step over another's: the median of the rounds that both took part in."""
@@ -100,102 +106,110 @@ class Result:
 
 
 class Race:
-    """A model on a topology's devices."""
+    """A model on the ranks of a topology."""
 
-    def __init__(self, case: Case, devices: OpenDevices, say: Say, work: Path, effort: Effort) -> None:
-        self.case, self.devices, self.say, self.effort = case, devices, say, effort
-        cluster = load_cluster(case.cluster)
+    def __init__(self, case: Case, cluster: Cluster, ranks: Ranks, say: Say, work: Path, effort: Effort) -> None:
+        self.case, self.ranks, self.say, self.effort = case, ranks, say, effort
         self.cluster = replace(cluster, device=device_of_share(cluster.device, usable_share(cluster.num_devices)))
         self.captured: CapturedModel = capture_model(case.source)
         self.folder = work / case.name.replace("/", "-")
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.lab = Lab(
-            store=work / f"{case.topology}.sqlite",
-            num_processes=self.cluster.num_devices,
-            label=case.topology,
-            launch=launcher(devices, timeout_seconds=_LIMIT_SECONDS),
-            budget_seconds=_BUDGET_SECONDS,
-        )
+        self.store = work / f"{case.topology}.sqlite"
 
-    def run(self) -> Result:
+    def run(self, devices: str) -> Result:
         """Choose, and only then measure."""
         blocks, spec = self.captured.blocks, self.captured.spec
         self.say("search")
         started = time.monotonic()
         planner = Planner(blocks, self.cluster, fused=False)
-        best = find_best(planner, self._prices(), spec, num_finalists=self.effort.num_finalists)
+        most = self.effort.num_finalists
+        num_finalists = most if self.cluster.num_devices < _MANY_RANKS else most * 5 // 8
+        best = find_best(planner, self._prices(), spec, num_finalists=num_finalists)
         search_seconds = time.monotonic() - started
+        self.ranks.ask("load", model=self.case.source)
         ranked = self._ranked(best)
         profile_seconds = time.monotonic() - started - search_seconds
         chosen = ranked[0]
         assert chosen.program is not None
         verify_program(blocks, chosen.program)
-        named = candidate_plans(blocks, self.cluster, spec)
-        entered = {CHOSEN: chosen, **self._own_rivals(planner, named)}
-        screened = self._screen([*ranked, *named]) if self.case.exhaustive and self.effort.exhaustive else {}
+        entered = {CHOSEN: chosen, **self._own_rivals(planner)}
+        screened = self._screen(ranked) if self.case.exhaustive and self.effort.exhaustive else {}
         fastest = min((seconds for _, seconds in screened.values()), default=0.0)
-        for label, (candidate, seconds) in screened.items():
-            if seconds <= _NEAR * fastest and candidate is not chosen:
+        near = sorted((each for each in screened.items() if each[1][1] <= _NEAR * fastest), key=lambda each: each[1][1])
+        for label, (candidate, _) in near[:_MOST_NEAR]:
+            if candidate is not chosen:
                 entered[label] = candidate
         return Result(
             case=self.case,
-            devices=self.devices.kind,
+            devices=devices,
             contestants=self._compete(entered),
             all_plans={label: seconds for label, (_, seconds) in screened.items()},
             finalists={candidate.label: candidate.step_seconds for candidate in ranked},
             gap=best.certificate.gap,
             search_seconds=search_seconds,
             profile_seconds=profile_seconds,
+            seconds=time.monotonic() - started,
         )
 
     def _prices(self) -> Prices:
         """All that is known: the cluster's figures, and what was measured on its ranks."""
         prices = Prices(blocks=self.captured.blocks, cluster=self.cluster, measured_links=True)
-        return with_figures(prices, self.lab.figures())
+        store = local_store(self.store, self.cluster.num_devices, label=self.case.topology)
+        return with_figures(prices, store.load_with_spread())
 
     def _ranked(self, best: Best) -> tuple[Candidate, ...]:
         """The finalists by simulated step; all that the fastest use is measured."""
         finalists = [
             Candidate(name=f.plan.name, placement=f.placement, plan=f.plan, program=f.program) for f in best.finalists
         ]
-        plans = {id(candidate.program): candidate.plan for candidate in finalists}
+        of_program = {id(candidate.program): candidate for candidate in finalists}
 
         def measure(programs: Sequence[Program]) -> int:
             self.say(f"profile of {len(programs)} plans")
-            before = len(self.lab.figures())
-            self.lab.measure(self.case.source, [plan for p in programs if (plan := plans[id(p)]) is not None])
-            return len(self.lab.figures()) - before
+            folder = self._save({f"{i:03}": of_program[id(p)] for i, p in enumerate(programs)}, "profiled")
+            self.ranks.ask(
+                "profile",
+                plans=str(folder),
+                store=str(self.store),
+                label=self.case.topology,
+                budget_seconds=_BUDGET_SECONDS,
+            )
+            return len(programs)
 
         return plan_lazily(finalists, self._prices, measure, num_best=_NUM_MEASURED).ranked
 
-    def _own_rivals(self, planner: Planner, named: Sequence[Candidate]) -> dict[str, Candidate]:
+    def _own_rivals(self, planner: Planner) -> dict[str, Candidate]:
         """Tensor parallel with either kind of reductions, and what the search chooses by volume."""
-        tensor = f"tp={self.cluster.num_devices},vocab"
-        plan = named_plan(self.captured.blocks, parse_named(tensor), batch=self.captured.spec)
-        found = {FLAT: Candidate(name=tensor, placement="devices in order, flat", plan=plan)}
-        found[OURS] = next(candidate for candidate in named if candidate.name == tensor)
-        return {**found, VOLUME: volume_plan(planner, self.captured)}
+        named = parse_named(f"tp={self.cluster.num_devices},vocab")
+        blocks, spec = self.captured.blocks, self.captured.spec
+        plan = named_plan(blocks, named, batch=spec)
+        flat = Candidate(name=str(named), placement="devices in order, flat", plan=plan)
+        ours = candidate_plans(blocks, self.cluster, spec, names=[named])[0]
+        return {FLAT: flat, OURS: ours, VOLUME: volume_plan(planner, self.captured)}
 
-    def _screen(self, candidates: Sequence[Candidate]) -> dict[str, tuple[Candidate, float]]:
-        """Every plan that there is, one after another, a few steps each."""
-        possible = [candidate for candidate in candidates if candidate.plan is not None]
+    def _screen(self, ranked: Sequence[Candidate]) -> dict[str, tuple[Candidate, float]]:
+        """Every plan that there is, one after another, a few steps each; the finalists first."""
+        blocks, spec = self.captured.blocks, self.captured.spec
+        named = all_plans(self.cluster.num_devices, experts=any(t.rows for t in blocks.graph.tensors.values()))
+        listed = candidate_plans(blocks, self.cluster, spec, names=named)
+        possible = [candidate for candidate in (*ranked, *listed) if candidate.plan is not None]
         self.say(f"all {len(possible)} plans")
-        folder, out = self.folder / "all", self.folder / "all.json"
-        self._save({f"{i:03}": candidate for i, candidate in enumerate(possible)}, folder)
-        command = [sys.executable, "-m", "benchmarks.prediction_rank", self.case.source, str(folder), str(out)]
-        self._start([*command, "--steps", str(_SCREEN_STEPS)])
-        found: list[dict[str, Any]] = json.loads(out.read_text())
-        return {c.label: (c, min(measured["seconds"])) for c, measured in zip(possible, found, strict=True)}
+        files = {f"{i:03}": candidate for i, candidate in enumerate(possible)}
+        found = self.ranks.ask("screen", plans=str(self._save(files, "all")), steps=_SCREEN_STEPS, near=_FAR)
+        return {candidate.label: (candidate, min(found[file])) for file, candidate in files.items()}
 
     def _compete(self, entered: Mapping[str, Candidate]) -> dict[str, Contestant]:
         self.say(f"{len(entered)} plans and {len(TORCH)} of torch's in turns")
-        folder, out = self.folder / "plans", self.folder / "race.json"
         files = {f"{i:03}": name for i, name in enumerate(entered)}
-        self._save({file: entered[name] for file, name in files.items()}, folder)
-        command = [sys.executable, "-m", "benchmarks.plan_quality_rank", self.case.source, str(folder), str(out)]
-        command += ["--rivals", *TORCH, "--rounds", str(self.effort.num_rounds)]
-        self._start([*command, "--limit", str(self.cluster.device.memory_bytes)])
-        found = {files.get(key, key): figures for key, figures in json.loads(out.read_text()).items()}
+        folder = self._save({file: entered[name] for file, name in files.items()}, "plans")
+        answer: dict[str, dict[str, Any]] = self.ranks.ask(
+            "race",
+            plans=str(folder),
+            rivals=TORCH,
+            rounds=self.effort.num_rounds,
+            limit_bytes=self.cluster.device.memory_bytes,
+        )
+        found = {files.get(key, key): figures for key, figures in answer.items()}
         return {
             name: Contestant(
                 plan=entered[name].label if name in entered else name,
@@ -209,19 +223,15 @@ class Race:
             for name, figures in found.items()
         }
 
-    def _save(self, candidates: Mapping[str, Candidate], folder: Path) -> None:
+    def _save(self, candidates: Mapping[str, Candidate], name: str) -> Path:
+        folder = self.folder / name
         folder.mkdir(exist_ok=True)
         for path in folder.glob("*.json"):
             path.unlink()
         for file, candidate in candidates.items():
             assert candidate.plan is not None
             save_plan(candidate.plan, folder / f"{file}.json")
-
-    def _start(self, command: list[str]) -> None:
-        result = self.devices.run(command, timeout_seconds=_LIMIT_SECONDS)
-        if result.exit_code:
-            texts = [f"rank {rank.rank}: {rank.stderr[-3000:]}" for rank in result.ranks if rank.exit_code]
-            raise SystemExit("\n".join(texts) or f"the ranks ended with {result.exit_code}")
+        return folder
 
 
 def device_of_share(device: Device, share: float) -> Device:
@@ -244,5 +254,6 @@ def volume_plan(planner: Planner, captured: CapturedModel) -> Candidate:
     """What the search chooses in the same space if it prices as Alpa does: the least volume, whatever computes."""
     blind = Planner(captured.blocks, planner.cluster, fused=False, by_volume=True)
     prices = Prices(blocks=captured.blocks, cluster=planner.cluster)
-    best = find_best(blind, prices, captured.spec, num_finalists=1).winner
+    found = find_best(blind, prices, captured.spec, num_finalists=_NUM_BY_VOLUME).finalists
+    best = min(found, key=lambda finalist: finalist.estimate.step_seconds)
     return Candidate(name=best.plan.name, placement=best.placement, plan=best.plan, program=best.program)

@@ -1,15 +1,25 @@
-"""One rank on the testbed: contestants train the same model on the same batch, in turns.
+"""One rank on the testbed: waits for requests, and carries them out with all others; contestants train in turns.
 
-`python -m benchmarks.plan_quality_rank MODEL PLANS OUT --rivals DDP "DTensor TP" --limit BYTES` builds every rival and
-every plan of a folder, one after another, each with the same initial weights and under the limit of memory, and lets it
-take a step: with the limit its peak is its own. Then all take turns, each round in another order, with a barrier
-before each step, which counts with its slowest rank. Who is far behind takes no part in the rounds that follow.
+`python -m benchmarks.plan_quality_rank FOLDER` reads FOLDER/000.json, 001.json, … as `plan_quality_ranks` writes them:
+torch is imported and connections are made once for all cases of a topology.
+
+    load       a model and its batch
+    profile    what plans use and the store of prices lacks
+    screen     every plan of a folder, one after another, a few steps each
+    race       plans and rivals in turns
+    end
+
+In a race every rival and every plan is built, one after another, each with the same initial weights and under the limit
+of memory, and takes a step: with the limit its peak is its own. Then all take turns, each round in another order, with
+a barrier before each step, which counts with its slowest rank. Who is far behind takes no part in the rounds that
+follow.
 """
 
 import argparse
 import json
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -27,49 +37,129 @@ from planloom.execute.sharing import shared_capture
 from planloom.execute.wire import Wire
 from planloom.graph import Graph
 from planloom.plan import load_plan
+from planloom.profile.session import local_store, profile_here
 from planloom.program import Program, build_program
 from planloom.train.runtime import Runtime
 from testbed.limits import limit_memory, memory_use, peak_memory, reset_peak
 
 _LIMIT_SECONDS = 300.0
+_POLL_SECONDS = 0.05
 _FAR_BEHIND = (2.0, 1.3)
 """Times the fastest median: who needs more after one round, or after the second and later ones, has lost."""
 
 Step = Callable[[], float]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """The model that requests are about."""
+
+    source: str
+    model: nn.Module
+    example: Any
+    blocks: BlockGraph
+    batch: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for name in ("model", "plans", "out"):
-        parser.add_argument(name)
-    parser.add_argument("--rivals", nargs="*", default=[])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--limit", type=int, default=None)
-    arguments = parser.parse_args()
+    parser.add_argument("folder", type=Path)
+    folder: Path = parser.parse_args().folder
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    loaded: Loaded | None = None
+    number = 0
+    while (request := _next_request(folder / f"{number:03}.json"))["do"] != "end":
+        answer: Any = {}
+        if request["do"] == "load":
+            loaded = load(request["model"])
+        else:
+            assert loaded is not None
+            answer = _ANSWERS[request["do"]](loaded, request)
+        if dist.get_rank() == 0:
+            partly = folder / f"{number:03}.partly"
+            partly.write_text(json.dumps(answer))
+            partly.rename(folder / f"{number:03}.answer")
+        number += 1
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _next_request(path: Path) -> dict[str, Any]:
+    while not path.is_file():
+        time.sleep(_POLL_SECONDS)
+    request: dict[str, Any] = json.loads(path.read_text())
+    return request
+
+
+def load(source: str) -> Loaded:
     torch.manual_seed(0)
-    model, example = load_model(arguments.model)
+    model, example = load_model(source)
     blocks = find_blocks(shared_capture(model, example))
     config: Any = model.config
     batch = {name: torch.randint(0, config.vocab_size, t.shape) for name, t in tensors_of(example, model).items()}
-    buffers = filled_buffers(blocks.graph, arguments.model)
-    makers: dict[str, Callable[[], Step]] = {
-        name: partial(_rival, name, arguments.model, blocks.graph, batch) for name in arguments.rivals
-    }
-    for path in sorted(Path(arguments.plans).glob("*.json")):
-        program = build_program(blocks, load_plan(path))
-        makers[path.stem] = partial(_planned, blocks, program, batch, buffers)
-    entered = {name: _enter(make, arguments.limit) for name, make in makers.items()}
-    turns = take_turns({name: step for name, (step, _) in entered.items()}, arguments.rounds)
-    if dist.get_rank() == 0:
-        found = {}
-        for name, (_, figures) in entered.items():
-            seconds, losses = zip(*turns[name], strict=True)
-            found[name] = {**figures, "seconds": seconds, "losses": [*figures["losses"], losses[0]]}
-        Path(arguments.out).write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    buffers = filled_buffers(blocks.graph, source)
+    return Loaded(source=source, model=model, example=example, blocks=blocks, batch=batch, buffers=buffers)
+
+
+def profile(loaded: Loaded, request: Mapping[str, Any]) -> None:
+    """Measure what the plans of a folder use and the store lacks."""
+    store = local_store(request["store"], dist.get_world_size(), label=request["label"])
+    programs = [build_program(loaded.blocks, load_plan(path)) for path in _plans(request)]
+    profile_here(
+        loaded.blocks,
+        loaded.model,
+        loaded.example,
+        programs,
+        store,
+        progress=lambda done, total: None,
+        writes=dist.get_rank() == 0,
+        budget_seconds=request["budget_seconds"],
+    )
+
+
+def screen(loaded: Loaded, request: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Seconds of a few steps of every plan after one to warm up; of who is far behind by then, of that one only."""
+    found: dict[str, list[float]] = {}
+    for path in _plans(request):
+        give_back()
+        step, wire = _planned(loaded, build_program(loaded.blocks, load_plan(path)))
+        warm_up, _ = _timed(step)
+        fastest = min((min(seconds) for seconds in found.values()), default=warm_up)
+        repeats = request["steps"] if warm_up <= request["near"] * fastest else 0
+        found[path.stem] = [_timed(step)[0] for _ in range(repeats)] or [warm_up]
+        wire.close()
+    return found
+
+
+def race(loaded: Loaded, request: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Steps of plans and rivals in turns."""
+    wires: list[Wire] = []
+
+    def planned(path: Path) -> Step:
+        step, wire = _planned(loaded, build_program(loaded.blocks, load_plan(path)))
+        wires.append(wire)
+        return step
+
+    makers: dict[str, Callable[[], Step]] = {path.stem: partial(planned, path) for path in _plans(request)}
+    makers |= {name: partial(_rival, name, loaded) for name in request["rivals"]}
+    entered = {name: _enter(make, request["limit_bytes"]) for name, make in makers.items()}
+    turns = take_turns({name: step for name, (step, _) in entered.items()}, request["rounds"])
+    found = {}
+    for name, (_, figures) in entered.items():
+        seconds, losses = zip(*turns[name], strict=True)
+        found[name] = {**figures, "seconds": seconds, "losses": [*figures["losses"], losses[0]]}
+    for wire in wires:
+        wire.close()
+    return found
+
+
+_ANSWERS: dict[str, Callable[[Loaded, Mapping[str, Any]], Any]] = {"profile": profile, "screen": screen, "race": race}
+
+
+def _plans(request: Mapping[str, Any]) -> list[Path]:
+    return sorted(Path(request["plans"]).glob("*.json"))
 
 
 def _enter(make: Callable[[], Step], limit: int | None) -> tuple[Step, dict[str, Any]]:
@@ -114,18 +204,19 @@ def _optimizer(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-4)
 
 
-def _planned(blocks: BlockGraph, program: Program, batch: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Step:
+def _planned(loaded: Loaded, program: Program) -> tuple[Step, Wire]:
     rank = dist.get_rank()
     wire = Wire(rank, timeout_seconds=_LIMIT_SECONDS)
     at = torch.device("cpu")
-    runtime = Runtime(blocks, program, rank, Drawn(blocks.graph), buffers, _optimizer, wire, at=at)
-    return lambda: float(runtime.step(batch))
+    weights = Drawn(loaded.blocks.graph)
+    runtime = Runtime(loaded.blocks, program, rank, weights, loaded.buffers, _optimizer, wire, at=at)
+    return lambda: float(runtime.step(loaded.batch)), wire
 
 
-def _rival(name: str, source: str, graph: Graph, batch: Mapping[str, Tensor]) -> Step:
-    model, _ = load_model(source, device="cpu")
-    _draw(model, graph)
-    return rival_step(name, model, batch, _optimizer)
+def _rival(name: str, loaded: Loaded) -> Step:
+    model, _ = load_model(loaded.source, device="cpu")
+    _draw(model, loaded.blocks.graph)
+    return rival_step(name, model, loaded.batch, _optimizer)
 
 
 def _draw(model: nn.Module, graph: Graph) -> None:

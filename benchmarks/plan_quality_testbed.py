@@ -9,50 +9,84 @@ measured on the ranks under their quota; the fastest by the simulator is the *ch
     TP ours                   the same, with the collective programs that the cluster's links suggest
     volume                    what the search chooses if it prices as Alpa does: bytes, computation free
 
-on the same batch, in the same dtype, under the same limit of memory. In *exhaustive* cases all named plans on all
-placements are measured with the finalists, and those near the fastest compete, too.
+on the same batch, in the same dtype, under the same limit of memory. In *exhaustive* cases all plans of a declared
+space (`plan_quality_cases.all_plans`, on all placements) are measured with the finalists, and those near the fastest
+compete, too. Every case's result is written when it is there; a run that was interrupted goes on with the others.
 """
 
 import argparse
+import hashlib
+import shutil
 import sys
-import tempfile
+import time
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+import msgspec
 from rich.table import Table
 
 from benchmarks.bars import Bar, Outcome, run_benchmark
-from benchmarks.plan_quality_cases import CASES, QUICK, Case
+from benchmarks.plan_quality_cases import QUICK, TOPOLOGIES, Case
 from benchmarks.plan_quality_race import CHOSEN, FLAT, OURS, TORCH, VOLUME, Effort, Race, Result
+from benchmarks.plan_quality_ranks import Ranks
 from planloom.cluster import format_bytes, format_seconds
 from testbed import DeviceLimits, open_devices
 
+DEFAULT_WORK = Path(".planloom/plan_quality")
+_OWN_FILES = (
+    "plan_quality_cases",
+    "plan_quality_ra",
+    "plan_quality_rivals",
+    *(topology.name for topology in TOPOLOGIES),
+)
 _NUM_EXHAUSTIVE, _NUM_KINDS = 3, 6
 
 
 def measure(arguments: argparse.Namespace) -> Outcome:
     words = [word for word in arguments.only.split(",") if word]
-    wanted = [case for case in CASES if not words or any(word in case.name for word in words)]
     effort = Effort(num_rounds=arguments.rounds, exhaustive=not arguments.few)
     effort = Effort(num_finalists=2, num_rounds=2, exhaustive=False) if arguments.quick else effort
-    results: list[Result] = []
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, disable=arguments.json or not sys.stderr.isatty(), transient=True) as progress:
-        for case in QUICK if arguments.quick else wanted:
-            task = progress.add_task(case.name)
+    topologies = QUICK if arguments.quick else TOPOLOGIES
+    wanted = [case for t in topologies for case in t.cases if not words or any(word in case.name for word in words)]
+    work = (arguments.work or DEFAULT_WORK) / digest(effort)
+    if arguments.fresh:
+        shutil.rmtree(work, ignore_errors=True)
+    (work / "results").mkdir(parents=True, exist_ok=True)
+    results, started = [], time.monotonic()
+    for topology in topologies:
+        cases = [case for case in topology.cases if case in wanted]
+        left = [case for case in cases if not result_file(work, case).is_file()]
+        if left:
+            with open_devices(topology.path, DeviceLimits()) as devices, Ranks(devices, work / "requests") as ranks:
+                for case in left:
 
-            def say(text: str, task: Any = task, case: Case = case) -> None:
-                progress.update(task, description=f"{case.name}: {text}")
-                print(f"{case.name}: {text}", file=sys.stderr, flush=True) if not sys.stderr.isatty() else None
+                    def say(text: str, case: Case = case) -> None:
+                        minutes = (time.monotonic() - started) / 60
+                        print(f"{minutes:4.1f} min, {case.name}: {text}", file=sys.stderr, flush=True)
 
-            with open_devices(case.cluster, DeviceLimits()) as devices:
-                race = Race(case, devices, say, Path(arguments.work), effort)
-                results.append(race.run())
-            say(", ".join(f"over {name} {results[-1].ratio(name):.2f}" for name in results[-1].others))
-    return report(results, is_whole=not arguments.quick and len(results) == len(CASES))
+                    result = Race(case, devices.cluster, ranks, say, work, effort).run(devices.kind)
+                    result_file(work, case).write_bytes(msgspec.json.encode(result))
+                    ratios = ", ".join(f"over {name} {result.ratio(name):.2f}" for name in result.others)
+                    own = result.contestants[CHOSEN]
+                    say(f"{result.seconds:.0f} s; {own.plan}, {own.step_seconds:.2f} s; {ratios}")
+        results += [msgspec.json.decode(result_file(work, case).read_bytes(), type=Result) for case in cases]
+    return report(results, is_whole=not arguments.quick and len(results) == sum(len(t.cases) for t in topologies))
+
+
+def result_file(work: Path, case: Case) -> Path:
+    """Where a case's result is kept: a run that was interrupted goes on after it."""
+    return work / "results" / f"{case.name.replace('/', '-')}.json"
+
+
+def digest(effort: Effort) -> str:
+    """Of all code that a figure may depend on: figures of other code are not taken for its own."""
+    root, found = Path(__file__).parents[1], hashlib.sha256(repr(effort).encode())
+    for folder in ("src/planloom", "testbed", "benchmarks"):
+        for path in sorted((root / folder).rglob("*")):
+            if path.suffix in (".py", ".yaml") and (folder != "benchmarks" or path.stem.startswith(_OWN_FILES)):
+                found.update(path.read_bytes())
+    return found.hexdigest()[:12]
 
 
 def report(results: list[Result], *, is_whole: bool) -> Outcome:
@@ -106,9 +140,10 @@ def report(results: list[Result], *, is_whole: bool) -> Outcome:
 
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", default="", help="cases whose name, topology/model, contains one of these, by commas")
-    parser.add_argument("--rounds", type=int, default=7, help="steps of each, in turns")
+    parser.add_argument("--rounds", type=int, default=5, help="steps of each, in turns")
     parser.add_argument("--few", action="store_true", help="not all plans, even in exhaustive cases")
-    parser.add_argument("--work", default=tempfile.mkdtemp(prefix="planloom-quality-"), help="where files are kept")
+    parser.add_argument("--work", type=Path, help=f"where results are kept as they come; {DEFAULT_WORK} if not given")
+    parser.add_argument("--fresh", action="store_true", help="measure again what this code has measured before")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,18 @@
 """Published plans against chosen ones: for jobs that others have run, is the plan that the search chooses ever worse?
 
 The jobs are the bf16 rows of `../shared/data/megatron_bridge_perf.csv`, read where they lie; rows of the same job with
-the same plan are one. A row's plan is expressed in our terms: stages, a data axis, an axis of experts inside it, ZeRO-1
-for Megatron's distributed optimizer, micro-batches. It is simulated on every placement, the fastest counts; where it
-would not fit into memory by our figures, its layers are recomputed, which the rows do not tell. The chosen plan is that
-of a search with everything open but a second free axis, without which published plans do, too: what is left out can
-only make the chosen plan worse. Both have the same prices: the cluster's figures.
+the same plan are one. A row's plan is expressed in our terms: stages, a data axis, an axis of experts inside it,
+ZeRO-1 for Megatron's distributed optimizer, micro-batches. It is simulated on every placement, the fastest counts;
+where it would not fit into memory by our figures, its layers are recomputed, which the rows do not tell. Interleaved
+schedules are priced as 1F1B with the same stages, and marked. The chosen plan is that of a search with everything open
+but a second free axis (`tp2` is pinned to 1) and, on more than 64 GPUs, other numbers of stages than the published
+one: what is left out can only make the chosen plan worse. Both have the same prices: the cluster's figures. Every
+job's row is written when it is there; a run that was interrupted goes on with the others.
 """
 
 import argparse
 import csv
+import hashlib
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -18,6 +21,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.table import Table
 
 from benchmarks.bars import Bar, Outcome, run_benchmark
@@ -34,7 +38,13 @@ from planloom.search.planner import USABLE_MEMORY
 from planloom.simulate import simulate
 
 TABLE = Path(__file__).parents[2] / "shared" / "data" / "megatron_bridge_perf.csv"
-CLUSTERS = {"H100-80GB-SXM": "dgx-h100", "B200-180GB-SXM": "dgx-b200"}
+CLUSTERS = {
+    "H100-80GB-SXM": "dgx-h100",
+    "B200-180GB-SXM": "dgx-b200",
+    "B300-SXM": "dgx-b300",
+    "GB200-SXM": "gb200-nvl72",
+    "GB300-SXM": "gb300-nvl72",
+}
 MODELS = {
     "GPT-OSS-120B": "gpt-oss-120b",
     "DeepSeek-V3": "deepseek-v3",
@@ -46,6 +56,9 @@ MODELS = {
     "LLAMA3.1-405B": "llama3-405b",
 }
 _MAX_PLACEMENTS = 8
+_OPEN_GPUS = 64
+"""With more of them the number of stages is pinned to the published one: the search of all takes over ten minutes."""
+DEFAULT_WORK = Path(".planloom/published_plans")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +96,11 @@ class Job:
         return f"{self.model}, {self.num_gpus} {self.gpu}, batch {self.global_batch} × {self.seq}"
 
     @property
+    def instead(self) -> str:
+        """What is priced in place of what the named plans do not have; empty if the plan is the published one."""
+        return f"1F1B for {self.interleaved} interleaved chunks a stage" if self.interleaved > 1 else ""
+
+    @property
     def why_not(self) -> str:
         """Why it cannot be expressed; empty if it can."""
         if self.gpu not in CLUSTERS:
@@ -91,8 +109,6 @@ class Job:
             return f"no preset of {self.model}"
         if self.cp > 1:
             return "context parallelism is none of the named plans"
-        if self.interleaved > 1:
-            return f"an interleaved schedule of {self.interleaved} chunks a stage"
         if self.dp * self.tp * self.pp != self.num_gpus:
             return "the degrees do not multiply to the number of GPUs"
         return ""
@@ -106,6 +122,8 @@ class Row:
     published: str
     published_seconds: float
     published_bytes: int
+    published_fits: bool
+    """By our figures, with recomputation if need be; else it is the placement that needs the least memory."""
     unfitting_seconds: float | None
     """Of the published plan without recomputation, if that does not fit."""
     chosen: str
@@ -214,7 +232,8 @@ def compare(job: Job, searched: dict[tuple[Any, ...], Best], say: Callable[[str]
     source = f"{base}{'&' if '?' in base else '?'}batch={job.global_batch}&seq={job.seq}"
     say(f"{job.label}: capture")
     captured = _captured(source)
-    cluster = load_cluster(CLUSTERS[job.gpu], num_outer=job.num_gpus // job.gpus_per_node)
+    one = load_cluster(CLUSTERS[job.gpu])
+    cluster = load_cluster(CLUSTERS[job.gpu], num_outer=job.num_gpus // one.num_devices)
     prices = Prices(blocks=captured.blocks, cluster=cluster, fused=True)
     limit = USABLE_MEMORY * cluster.device.memory_bytes
     say(f"{job.label}: {job.words} as published")
@@ -228,19 +247,21 @@ def compare(job: Job, searched: dict[tuple[Any, ...], Best], say: Callable[[str]
         if any(num_bytes <= limit for _, num_bytes, _ in found):
             break
     fitting = [each for each in found if each[1] <= limit]
-    seconds, num_bytes, name = min(fitting or found)
+    seconds, num_bytes, name = min(fitting) if fitting else min(found, key=lambda each: each[1])
     fastest = min(found)
-    key = (source, cluster.name, job.num_gpus)
+    wishes = Wishes(tp2=1) if job.num_gpus <= _OPEN_GPUS else Wishes(tp2=1, pp=job.pp)
+    key = (source, cluster.name, job.num_gpus, wishes)
     if key not in searched:
         say(f"{job.label}: search")
         planner = Planner(captured.blocks, cluster, fused=True)
-        searched[key] = find_best(planner, prices, captured.spec, Wishes(tp2=1))
+        searched[key] = find_best(planner, prices, captured.spec, wishes)
     best = searched[key]
     return Row(
         job=job,
         published=name,
         published_seconds=seconds,
         published_bytes=num_bytes,
+        published_fits=bool(fitting),
         unfitting_seconds=fastest[0] if fastest[1] > limit else None,
         chosen=f"{best.winner.plan.name} on {best.winner.placement}",
         chosen_seconds=best.winner.step_seconds,
@@ -253,17 +274,36 @@ def compare(job: Job, searched: dict[tuple[Any, ...], Best], say: Callable[[str]
 def measure(arguments: argparse.Namespace) -> Outcome:
     jobs, num_rows, num_all = read_jobs(arguments.data)
     possible = [job for job in jobs if not job.why_not]
-    possible = sorted(possible, key=lambda job: (job.model, job.global_batch, job.seq, job.gpu))
+    possible = sorted(possible, key=lambda job: (job.num_gpus, job.model, job.global_batch, job.seq, job.gpu))
+    possible = [job for job in possible if arguments.only in job.label]
     possible = possible[:1] if arguments.quick else possible
+    work = (arguments.work or DEFAULT_WORK) / digest()
+    work.mkdir(parents=True, exist_ok=True)
     searched: dict[tuple[Any, ...], Best] = {}
-    rows = []
-    for job in possible:
-        started = time.monotonic()
-        rows.append(compare(job, searched, lambda text: print(text, file=sys.stderr, flush=True)))
-        print(f"{job.label}: {rows[-1].ratio:.3f}, {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+    rows, started = [], time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"{(time.monotonic() - started) / 60:4.1f} min, {text}", file=sys.stderr, flush=True)
+
+    for number, job in enumerate(possible):
+        kept = work / f"{job.rows[0]}.json"
+        if not kept.is_file():
+            row = compare(job, searched, say)
+            kept.write_bytes(msgspec.json.encode(row))
+        rows.append(msgspec.json.decode(kept.read_bytes(), type=Row))
+        say(f"{number + 1} of {len(possible)}, {job.label}: chosen over published {rows[-1].ratio:.3f}")
     covered = sum(len(row.job.rows) for row in rows)
     title = f"{len(rows)} of {len(jobs)} distinct bf16 jobs: {covered} of {num_rows} rows; the table has {num_all}"
     return report(rows, [job for job in jobs if job.why_not], title)
+
+
+def digest() -> str:
+    """Of all code that a prediction may depend on: rows of other code are not taken for its own."""
+    found, source = hashlib.sha256(Path(__file__).read_bytes()), Path(__file__).parents[1] / "src" / "planloom"
+    for path in sorted(source.rglob("*")):
+        if path.suffix in (".py", ".yaml"):
+            found.update(path.read_bytes())
+    return found.hexdigest()[:12]
 
 
 def report(rows: list[Row], skipped: list[Job], title: str) -> Outcome:
@@ -272,9 +312,9 @@ def report(rows: list[Row], skipped: list[Job], title: str) -> Outcome:
     for row in rows:
         table.add_row(
             row.job.label,
-            row.published,
+            row.published + (f" ({row.job.instead})" if row.job.instead else ""),
             format_seconds(row.published_seconds),
-            format_bytes(row.published_bytes),
+            format_bytes(row.published_bytes) + ("" if row.published_fits else ", does not fit"),
             " ".join(f"{seconds:.2f}" for seconds in row.job.published_seconds),
             row.chosen,
             format_seconds(row.chosen_seconds),
@@ -295,6 +335,8 @@ def report(rows: list[Row], skipped: list[Job], title: str) -> Outcome:
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--work", type=Path, help=f"where rows are kept as they come; {DEFAULT_WORK} if not given")
+    parser.add_argument("--only", default="", help="jobs whose label contains this")
     parser.add_argument("--data", type=Path, default=TABLE, help="the table of published jobs")
 
 

@@ -3,6 +3,8 @@
 NCCL refuses two ranks on one GPU; gloo carries CUDA tensors there, so several ranks share one.
 """
 
+import copy
+
 import pytest
 import torch
 
@@ -36,19 +38,20 @@ def train(rank: int, name: str, plan_name: str) -> tuple[list[float], list[float
     with lifted(torch.float64):
         blocks = find_blocks(capture(model.to(device), batch))
     plan = named_plan(blocks, parse_named(plan_name), batch=batch_spec(batch))
+    eager_model = copy.deepcopy(model)  # the trainer takes the parameters of the model that it is given
     trainer = parallelize(model, plan, optimizer=lambda p: torch.optim.SGD(p, lr=0.05), blocks=blocks)
     losses = [trainer.step(batch) for _ in range(3)]
     parameters = trainer.parameters()
     trainer.close()
-    optimizer, expected = torch.optim.SGD(model.parameters(), lr=0.05), []
+    optimizer, expected = torch.optim.SGD(eager_model.parameters(), lr=0.05), []
     with lifted(torch.float64):
         for _ in range(3):
             optimizer.zero_grad()
-            loss = loss_of(model, batch)
+            loss = loss_of(eager_model, batch)
             loss.backward()
             optimizer.step()
             expected.append(float(loss.detach()))
-    eager = dict(model.named_parameters())
+    eager = dict(eager_model.named_parameters())
     return losses, expected, max(float((p - eager[n].detach()).abs().max()) for n, p in parameters.items())
 
 

@@ -27,7 +27,7 @@ IMPLEMENTATION = "planloom"
 
 def dispatch(x: Tensor, mask: Tensor, per_token: int) -> Tensor:
     """The rows of all experts: those tokens that are routed to them. `per_token`: experts that a token is sent to."""
-    return x.index_select(0, mask.nonzero()[:, 1]).unsqueeze(0)
+    return x.index_select(0, _routed(mask)[1]).unsqueeze(0)
 
 
 def grouped_linear(x: Tensor, weight: Tensor, mask: Tensor, transposed: bool) -> Tensor:
@@ -47,14 +47,25 @@ def grouped_linear(x: Tensor, weight: Tensor, mask: Tensor, transposed: bool) ->
 
 def grouped_bias(x: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
     """Every row plus its expert's bias."""
-    return x + bias.index_select(0, mask.nonzero()[:, 0]).unsqueeze(0)
+    return x + bias.index_select(0, _routed(mask, x.shape[1])[0]).unsqueeze(0)
 
 
 def combine(x: Tensor, weights: Tensor, mask: Tensor) -> Tensor:
     """For every token the weighted sum of its rows."""
-    weighted = x[0] * weights[mask].unsqueeze(1)
+    experts, tokens = _routed(mask, x.shape[1])
+    taken = weights[experts, tokens] if mask.is_cuda else weights[mask]
+    weighted = x[0] * taken.unsqueeze(1)
     result = torch.zeros(mask.shape[1], x.shape[2], dtype=weighted.dtype, device=x.device)
-    return result.index_add(0, mask.nonzero()[:, 1], weighted)
+    return result.index_add(0, tokens, weighted)
+
+
+def _routed(mask: Tensor, num_rows: int | None = None) -> tuple[Tensor, Tensor]:
+    """(expert, token) of every row. Where their number is known, a GPU is not waited for to count them."""
+    if num_rows is None or not mask.is_cuda:
+        experts, tokens = mask.nonzero().unbind(1)
+        return experts, tokens
+    places = mask.flatten().to(torch.uint8).argsort(descending=True, stable=True)[:num_rows]
+    return places // mask.shape[1], places % mask.shape[1]
 
 
 _LIBRARY = torch.library.Library("planloom", "DEF")
@@ -103,7 +114,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     rows = ops.grouped_linear(rows, self.down_proj, mask, self.is_transposed)
     if self.has_bias:
         rows = ops.grouped_bias(rows, self.down_proj_bias, mask)
-    if self.has_post_expert_norm:
+    if getattr(self, "has_post_expert_norm", False):
         rows = self.post_expert_norm(rows)
     return ops.combine(rows, weights, mask).to(hidden_states.dtype)  # type: ignore[no-any-return]
 
@@ -118,10 +129,19 @@ class _Real:
 _REAL = _Real()
 
 
+_MARKS = ("has_gate", "has_bias", "is_transposed")
+"""What Hugging Face's decorator of experts classes sets on a module (seen in transformers 5.17 and 5.22)."""
+
+
+def _takes_implementations(module: nn.Module) -> bool:
+    config = getattr(module, "config", None)
+    return hasattr(config, "_experts_implementation") and all(hasattr(module, mark) for mark in _MARKS)
+
+
 @contextmanager
 def our_experts(model: nn.Module) -> Iterator[None]:
     """While a model is traced: Hugging Face's experts by our operators."""
-    modules: list[Any] = [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
+    modules: list[Any] = [module for module in model.modules() if _takes_implementations(module)]
     configs: dict[int, Any] = {id(module.config): module.config for module in modules}
     if not configs:
         yield

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from planloom.execute.operators import operator, plain
-from planloom.graph import Arg, Graph, Op, is_reference, referenced
+from planloom.graph import Arg, Graph, Op, is_reference, referenced, repeated_dims
 from planloom.layout import Box
 
 
@@ -20,6 +20,8 @@ class Given:
 
     def __init__(self, graph: Graph, buffers: Mapping[str, Tensor], device: torch.device) -> None:
         self._device = device
+        self._repeated = repeated_dims(graph)
+        self._shapes = {name: graph.tensors[name].shape for name in self._repeated}
         constant = {name for name in buffers if name not in graph.updates}
         ops: tuple[list[Op], list[Op]] = ([], [])
         for op in graph.given:
@@ -51,8 +53,24 @@ class Given:
                 kwargs = {key: resolve(value) for key, value in op.kwargs.items()}
                 if not op.inputs:  # a factory: the graph does not say on which device
                     kwargs["device"] = self._device
-                values[op.outputs[0]] = operator(op.target)(*(resolve(arg) for arg in op.args), **kwargs)
+                args = [resolve(arg) for arg in op.args]
+                name = op.outputs[0]
+                if name in self._repeated:
+                    args = [_once(arg, self._repeated[name]) for arg in args] if op.inputs else [[], *args[1:]]
+                    value = operator(op.target)(*args, **kwargs)
+                    values[name] = value.expand(self._shapes[name])
+                else:
+                    values[name] = operator(op.target)(*args, **kwargs)
         return values
+
+
+def _once(arg: object, repeated: frozenset[int]) -> object:
+    """One element of an operand along the dims that repeat; sizes and numbers as they are."""
+    if isinstance(arg, Tensor):
+        for dim in repeated:
+            if -dim <= arg.dim():
+                arg = arg.narrow(dim, 0, 1)
+    return arg
 
 
 def local_slice(tensor: Tensor, factors: tuple[tuple[int, ...], ...], box: Box) -> Tensor:

@@ -2,6 +2,7 @@
 
 from planloom.graph.factors import refine_factors
 from planloom.graph.fingerprint import fingerprint, graph_difference
+from planloom.graph.repeats import held_elements, repeated_dims
 from planloom.graph.rules import Rule, notate
 from planloom.graph.values import (
     FLOAT_MARK,
@@ -27,9 +28,11 @@ __all__ = [
     "Tensor",
     "fingerprint",
     "graph_difference",
+    "held_elements",
     "is_reference",
     "notate",
     "reference",
     "referenced",
     "refine_factors",
+    "repeated_dims",
 ]

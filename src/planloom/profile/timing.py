@@ -25,6 +25,7 @@ Function = Callable[[], object]
 WARM_UP_REPETITIONS = 5  # until a CPU's allocator has the pages that it needs; see `runs`
 BUDGET_SECONDS = 0.5  # of all samples of one measurement, unless five repetitions take longer
 MIN_SAMPLES, MAX_SAMPLES = 5, 10
+MIN_LONG_SAMPLES = 3  # of what takes longer than the budget in one repetition: over many periods of a quota
 SAMPLE_SECONDS = {"cpu": 0.05, "cuda": 0.05}
 MAX_REPETITIONS = {"cpu": 200, "cuda": 20}  # a CUDA stream takes about a thousand kernels before its host waits
 _NORMAL_SHARE = 1.4826  # of a normal distribution, its standard deviation over the median distance from its median
@@ -49,10 +50,11 @@ def time_phases(
     before: Function | None = None,
     hide_launch: bool = True,
     budget_seconds: float = BUDGET_SECONDS,
+    warm_up_repetitions: int = WARM_UP_REPETITIONS,
 ) -> dict[str, Timing]:
     """The phases of one repetition, timed; `before` is called before every repetition and is not counted."""
     repeat = _Repeated(phases, device, before, hide_launch=hide_launch)
-    for _ in range(WARM_UP_REPETITIONS - 1):
+    for _ in range(warm_up_repetitions - 1):
         repeat.sample(1)
     if repeat.host_waits():
         repeat = _Repeated(phases, device, before, hide_launch=False)
@@ -62,7 +64,8 @@ def time_phases(
     repetitions = max(1, min(most, ceil(goal / max(once, 1e-9))))
     for _ in range(ceil(SUSTAINED_SECONDS[device.type] / max(once * repetitions, 1e-9))):
         repeat.sample(repetitions)
-    num_samples = max(MIN_SAMPLES, min(MAX_SAMPLES, round(budget_seconds / max(once * repetitions, 1e-9))))
+    least = MIN_SAMPLES if once <= budget_seconds else MIN_LONG_SAMPLES
+    num_samples = max(least, min(MAX_SAMPLES, round(budget_seconds / max(once * repetitions, 1e-9))))
     samples = [repeat.sample(repetitions) for _ in range(num_samples)]
     flat = slowest([number for sample in samples for pair in sample for number in pair])
     found = {}

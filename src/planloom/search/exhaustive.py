@@ -13,7 +13,7 @@ from planloom.cluster import Cluster, cluster_to_yaml
 from planloom.cost import Prices
 from planloom.errors import LayoutError, PlanError
 from planloom.layout import enumerate_placements
-from planloom.plan import Plan, axis_sizes, library, named_plan
+from planloom.plan import NamedPlan, Plan, axis_sizes, library, named_plan
 from planloom.program import Program, build_program
 from planloom.simulate import Timeline, simulate
 
@@ -51,13 +51,19 @@ class Candidate:
 
 
 def candidate_plans(
-    blocks: BlockGraph, cluster: Cluster, batch: BatchSpec, *, max_micro: int = 4
+    blocks: BlockGraph,
+    cluster: Cluster,
+    batch: BatchSpec,
+    *,
+    max_micro: int = 4,
+    names: Sequence[NamedPlan] | None = None,
 ) -> tuple[Candidate, ...]:
-    """Every named plan on every distinct placement, built but not yet priced."""
+    """Every named plan, or those given, on every distinct placement, built but not yet priced."""
     candidates = []
     links = cluster_to_yaml(cluster)
     has_experts = any(tensor.rows for tensor in blocks.graph.tensors.values())
-    for named in library(cluster.num_devices, max_micro=max_micro, experts=has_experts):
+    listed = library(cluster.num_devices, max_micro=max_micro, experts=has_experts) if names is None else names
+    for named in listed:
         axes = {name: size for name, size in axis_sizes(named).items() if size > 1} or {"dp": 1}
         for placement in enumerate_placements(cluster.level_counts, axes):
             name, where = str(named), str(placement)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from math import prod
 
 from planloom.cost import Prices, RunMemory
-from planloom.graph import Graph
+from planloom.graph import Graph, held_elements, repeated_dims
 from planloom.program import (
     Accumulate,
     Backward,
@@ -383,10 +383,14 @@ def _working_bytes(collective: Collective, totals: Sequence[int], *, is_copied: 
 
 
 def given_bytes(graph: Graph) -> int:
-    """The batch, and what is computed from it alone, whole on every device."""
+    """The batch, and what is computed from it alone, whole on every device; what repeats is held once."""
     read = {name for op in graph.ops for name in op.inputs} | set(graph.inputs)
-    given = [graph.tensors[name] for name in read & graph.given_names if name in graph.tensors]
-    return sum(prod(tensor.shape) * tensor.item_bytes for tensor in given)
+    repeated = repeated_dims(graph)
+    given = {name: graph.tensors[name] for name in read & graph.given_names if name in graph.tensors}
+    return sum(
+        held_elements(tensor.shape, repeated.get(name, frozenset())) * tensor.item_bytes
+        for name, tensor in given.items()
+    )
 
 
 def _plain_order(stage: StageProgram) -> list[BodyCall]:
