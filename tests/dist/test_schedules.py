@@ -7,7 +7,7 @@ from planloom.capture import batch_spec
 from planloom.layout import Mesh
 from planloom.plan import Plan, draft, parse_named
 from planloom.plan.orders import Call, Orders, backward, forward, input_gradient, weight_gradient
-from tests.dist.cases import captured, reference, require_equal, train
+from tests.dist.cases import captured, infer, reference, require_equal, train
 from tests.dist.workers import Pool
 from tests.models import build
 
@@ -81,6 +81,7 @@ def test_inference_computes_the_loss_and_changes_nothing(pools: dict[int, Pool],
     expected = reference("gpt", torch.float64, "sgd", 1)
     model, _ = build("gpt", torch.float64)
     before = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    for result in pools[2].run(train, "gpt", plan, torch.float64, "sgd", 2):
+    for result in pools[2].run(infer, "gpt", plan, 2):
         assert result["losses"] == pytest.approx(expected["losses"] * 2, rel=1e-12)
+        assert "there are no gradients" in result["refusal"]
         assert all(torch.equal(value, before[name]) for name, value in result["parameters"].items())

@@ -18,6 +18,8 @@ __all__ = [
     "Call",
     "Draft",
     "NamedPlan",
+    "OrderFunction",
+    "Orders",
     "Plan",
     "Storage",
     "StorageKind",

@@ -33,7 +33,8 @@ def load_plan(path: str | Path) -> Plan:
     """Read a plan file; anything that is not one is refused with the place of the fault."""
     try:
         raw = Path(path).read_bytes()
-        _require_version(path, msgspec.json.decode(raw, type=_Versioned).version)
+        if (version := msgspec.json.decode(raw, type=_Versioned).version) is not None:
+            _require_version(path, version)
         return msgspec.json.decode(raw, type=Plan)
     except OSError as error:
         raise PlanError(f"the plan file {path} cannot be read", given=str(error), required="a readable file") from error
@@ -50,7 +51,7 @@ def load_plan(path: str | Path) -> Plan:
 class _Versioned:
     """What plan files of all versions have."""
 
-    version: int
+    version: int | None = None
 
 
 def _require_version(path: str | Path, version: int) -> None:

@@ -71,7 +71,7 @@ def chimera(num_stages: int, num_micro: int) -> Orders:
 
 
 def dualpipe_v(num_stages: int, num_micro: int) -> Orders:
-    """DualPipe-V (DeepSeek, Sea AI 2025): a V of stages whose forwards of one way alternate with backwards of the other.
+    """DualPipe-V (DeepSeek, Sea AI 2025): a V of stages; forwards of one way alternate with backwards of the other.
 
     The eight steps of its published code; a forward and a backward that it overlaps follow each other here.
     """
@@ -156,7 +156,9 @@ def carried_out(
     from this one on are counted by themselves.
     """
     state = _Groups(pieces, num_stages, prefer, most_held, in_turn)
-    moments: list[tuple[int, int, int, Call | None]] = [(0, i, group, None) for i, group in enumerate(range(len(pieces)))]
+    moments: list[tuple[int, int, int, Call | None]] = [
+        (0, i, group, None) for i, group in enumerate(range(len(pieces)))
+    ]
     numbers = count(len(pieces))
     while moments:
         now = moments[0][0]

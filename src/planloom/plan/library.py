@@ -61,7 +61,12 @@ def parse_named(text: str) -> NamedPlan:
     plan = NamedPlan()
     for word in filter(None, text.split(",")):
         key, _, value = word.partition("=")
-        if key in ("dp", "tp", "tp2", "pp", "micro", "chunks") and value.isascii() and value.isdigit() and int(value) > 0:
+        if (
+            key in ("dp", "tp", "tp2", "pp", "micro", "chunks")
+            and value.isascii()
+            and value.isdigit()
+            and int(value) > 0
+        ):
             plan = replace(plan, **{key: int(value)})  # type: ignore[arg-type]
         elif word in ("sequence", "vocab", "experts", "recompute"):
             plan = replace(plan, **{word: True})  # type: ignore[arg-type]

@@ -1,12 +1,12 @@
 """Is an order valid? Every piece once, in its place, after what it needs; and held micro-batches within a bound.
 
-    pieces         every stage calls, for every micro-batch, forward and backward, or forward, input-gradient and
-                   weight-gradient; or, for inference, forwards only and nothing else
-    places         the calls of one stage and micro-batch are on one device group, whose mesh is like the stage's own
-    dependencies   the calls can be carried out group by group in their order (`timing`): no cycle
-    rendezvous     and so they can if a send blocks until it is received: `sends_may_lag` says whether a group may
-                   await its last cotangent's send when it makes the next, or must leave it to the end of the step
-    memory         no group holds the activations of more micro-batches and stages than a bound that was given
+pieces         every stage calls, for every micro-batch, forward and backward, or forward, input-gradient and
+               weight-gradient; or, for inference, forwards only and nothing else
+places         the calls of one stage and micro-batch are on one device group, whose mesh is like the stage's own
+dependencies   the calls can be carried out group by group in their order (`timing`): no cycle
+rendezvous     and so they can if a send blocks until it is received: `sends_may_lag` says whether a group may
+               await its last cotangent's send when it makes the next, or must leave it to the end of the step
+memory         no group holds the activations of more micro-batches and stages than a bound that was given
 """
 
 from collections.abc import Mapping, Sequence

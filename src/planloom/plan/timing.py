@@ -133,7 +133,7 @@ def refuse_stuck(orders: Orders, at: Sequence[int], num_stages: int, done: objec
         if at[group] < len(order):
             call = order[at[group]]
             lacking = [piece for piece in needs(call, num_stages) if piece not in done]  # type: ignore[operator]
-            stage, micro, is_back = lacking[0]
+            stage, _, is_back = lacking[0]
             what = "backward" if is_back else "forward"
             stuck.append(
                 f"group {group} at {call.phase} of stage {call.stage}, micro-batch {call.micro}, waits for the {what} "

@@ -106,9 +106,7 @@ class Gradients:
             before = collectives_in(bucket)
         return [*body, *(Wait(buffer=gather.target) for gather in before)]
 
-    def _bucketed(
-        self, s: int, updated: list[StoredParameter], readers: Mapping[str, Set[int]]
-    ) -> dict[str, Buffer]:
+    def _bucketed(self, s: int, updated: list[StoredParameter], readers: Mapping[str, Set[int]]) -> dict[str, Buffer]:
         """The gradients that are reduced during a stage's last backward, by parameter: those with one sum, made there.
 
         A parameter that two stages of the group read is complete in neither's last backward alone.
@@ -127,7 +125,7 @@ class Gradients:
         for number, reductions in found.items():
             bodies = [body.gradient_body for part, body in stage.parts.items() if part.stage == number]
             ready = [i.target for body in bodies for i in body if isinstance(i, Accumulate)]
-            collectives = sorted(reductions.values(), key=lambda c: len(ready) - 1 - ready[::-1].index(c.source))  # noqa: B023
+            collectives = sorted(reductions.values(), key=lambda c: len(ready) - 1 - ready[::-1].index(c.source))
             stage.buckets[number] = coalesce(
                 graph, collectives, max_bytes=bucket_bytes(graph, collectives), takes_sources=True
             )

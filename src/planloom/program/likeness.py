@@ -24,7 +24,6 @@ from planloom.program.values import (
     Accumulate,
     BodyCall,
     Buffer,
-    Coalesced,
     Free,
     Instruction,
     Program,
@@ -96,7 +95,7 @@ def _keeps_apart(stage: StageProgram) -> bool:
     calls, names = _looped(stage), [call.body for call in stage.calls]
     if names.count(ENTER) != 1 or names.count(EXIT) != 1 or names[-1] != EXIT:
         return False
-    before = {name for name in names[: names.index(ENTER)]}
+    before = set(names[: names.index(ENTER)])
     if any(not isinstance(instruction, Receive) for name in before for instruction in stage.bodies[name]):
         return False
     loop = {name: stage.bodies[name] for name in dict.fromkeys(call.body for call in calls)}
@@ -132,9 +131,7 @@ def _sums_come_first(
     calls: Sequence[BodyCall], loop: dict[str, tuple[Instruction, ...]], sums: dict[Buffer, None]
 ) -> bool:
     """Is every sum read once, by a body behind all that accumulate into it?"""
-    accumulates = {
-        name: {i.target for i in body if isinstance(i, Accumulate)} for name, body in loop.items()
-    }
+    accumulates = {name: {i.target for i in body if isinstance(i, Accumulate)} for name, body in loop.items()}
     readers = {name: {b for i in body for b in reads(i) if b in sums} for name, body in loop.items()}
     taken: set[Buffer] = set()
     for call in calls:
@@ -172,8 +169,9 @@ def goes_through(program: Program) -> bool:
     while unfinished and moved:
         moved = False
         for s in sorted(unfinished):
-            moved = next(ways[s], None) is not False or moved
-            if ways[s].gi_frame is None:
+            gone_on = next(ways[s], None)
+            moved = gone_on is not False or moved
+            if gone_on is None:
                 unfinished.discard(s)
     return not unfinished
 

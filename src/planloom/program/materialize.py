@@ -421,8 +421,7 @@ class _Builder:
             for i, slot in enumerate(run.inputs)
         ]
         of_parameters = tuple(
-            buffer if slot.tensor in self.parameters else None
-            for slot, buffer in zip(run.inputs, outputs, strict=True)
+            buffer if slot.tensor in self.parameters else None for slot, buffer in zip(run.inputs, outputs, strict=True)
         )
         is_split = part.is_split and any(of_parameters)
         now = tuple(None if is_split and of else buffer for buffer, of in zip(outputs, of_parameters, strict=True))

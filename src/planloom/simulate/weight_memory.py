@@ -70,9 +70,7 @@ def weight_gradient_needs(blocks: BlockGraph, program: Program, run: Run) -> Wei
                 slots[slot] = None
             else:
                 made[name] = max(made.get(name, 0), operand.num_bytes)
-    return WeightNeeds(
-        slots=frozenset(slots), made_bytes=sum(made.values()), cotangent_bytes=sum(cotangents.values())
-    )
+    return WeightNeeds(slots=frozenset(slots), made_bytes=sum(made.values()), cotangent_bytes=sum(cotangents.values()))
 
 
 def _slot_of(run: Run, tensor: str) -> int | None:
