@@ -84,7 +84,7 @@ def test_zero_bubbles_are_the_closed_forms(groups: int, micro: int) -> None:
         assert max(timed.held) <= groups
     if micro >= 2 * groups:
         timed = time_orders(orders_of("zb-v", 2 * groups, micro), [StageTimes()] * (2 * groups))
-        assert timed.seconds <= 6 * micro + 2 * (groups - 1), "zb-h1 with stages of twice the size"
+        assert timed.seconds < 6 * micro + 2 * groups, "whatever the number of micro-batches"
         assert max(timed.held) <= 2 * groups
 
 

@@ -17,10 +17,10 @@ The schedules here are loops; those in `folded` are found by carrying them out. 
     1f1b          1                (G − 1)(F + B)                                              G
     interleaved   v                (G − 1)(F + B), of F and B v times smaller                  G·v + G − 1
     looped        v                (G − 1)(F + B), likewise                                    M·v
-    zb-h1         1                (G − 1)(F + I − W)    where F = I = W or W is smaller       G
-    zb-v          2                close to none                                               2 G
-    dualpipe-v    2                (G − 1)(F + I + B − 3 W), of F with B of another at once    2 G + 1
-    chimera       2 (one a copy)   (G/2 − 1)(F + B) about; M even, G even                      G
+    zb-h1         1                (G − 1)(F + I − W) where F = I = W, M ≥ G                   G
+    zb-v          2                less than 2 G F where F = I = W, M ≥ 2 G, whatever M        2 G
+    dualpipe-v    2                no closed form here; M ≥ 2 G                                2 G + 1
+    chimera       2 (one a copy)   no closed form here; M and G even                           G + 2
     inference     1                (G − 1) F                                                   none
 """
 

@@ -18,7 +18,7 @@ MaskBuffer = Callable[[int, Slot], Buffer]
 
 
 class Connections:
-    """Changes of layout on the meshes of device groups; `mask_buffer` finds the masks that rows of experts move with."""
+    """Changes of layout of device groups; `mask_buffer` finds the masks that rows of experts are moved with."""
 
     def __init__(self, splits: Splits, price: DigitsPrice, mask_buffer: MaskBuffer) -> None:
         self.graph, self.meshes, self.price = splits.blocks.graph, splits.plan.groups, price

@@ -2,8 +2,8 @@
 
 Bodies are straight lines written once, in the time index: a buffer that is `indexed` has one instance a micro-batch. A
 role is a device group here, with one stage of the plan or several: all its devices run the same instructions, and what
-differs between them (coordinates, groups) is in the values. Where a program says stage, it means the role. The verifier,
-the simulator and the runtime interpret the same instructions; there is no other description of what runs.
+differs between them (coordinates, groups) is in the values. Where a program says stage, it means the role. The
+verifier, the simulator and the runtime interpret the same instructions; there is no other description of what runs.
 """
 
 from dataclasses import dataclass
