@@ -50,7 +50,8 @@ def test_orders_are_valid_and_need_no_more_time_than_one_after_another(
         return
     orders, num_stages = found
     require_orders(orders, num_stages, micro)
-    assert name == "looped" or sends_may_lag(orders, num_stages)
+    if name in ("gpipe", "1f1b", "zb-h1"):
+        assert sends_may_lag(orders, num_stages)
     timed = time_orders(orders, [StageTimes()] * num_stages)
     work = num_stages * micro * (1 if name == "inference" else 3)
     assert timed.busy_seconds == work

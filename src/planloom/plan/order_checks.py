@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 
 from planloom.errors import PlanError
 from planloom.plan.orders import Call, Orders
-from planloom.plan.timing import Piece, makes, most_held, needs, refuse_stuck
+from planloom.plan.timing import Piece, StageTimes, makes, most_held, needs, refuse_stuck, time_orders
 
+_PASSING = ("backward", "input-gradient")
 _WHOLE = ({"forward", "backward"}, {"forward", "input-gradient", "weight-gradient"})
 
 
@@ -105,11 +106,24 @@ def carry_out(orders: Orders, num_stages: int, *, with_lag: bool) -> None:
 
 
 def sends_may_lag(orders: Orders, num_stages: int) -> bool:
-    """May every cotangent's send be awaited when the stage makes its next one? Else some group would wait for ever."""
+    """May every cotangent's send be awaited when the stage makes its next one?
+
+    Else some group would wait for ever; or, with unit times, for a receiver that is still busy with something else.
+    """
     try:
         carry_out(orders, num_stages, with_lag=True)
     except PlanError:
         return False
+    timed, place = time_orders(orders, [StageTimes()] * num_stages).groups, _places(orders)
+    for group, calls in enumerate(timed):
+        for at, later in enumerate(calls):
+            call = later.call
+            mine = place.get((call.stage, call.micro - 1, True))
+            if call.stage == 0 or call.phase not in _PASSING or mine is None or mine[0] != group or mine[1] > at:
+                continue
+            receiver, position = place[call.stage - 1, call.micro - 1, True]
+            if receiver != group and timed[receiver][max(0, position - 1)].start > later.start:
+                return False
     return True
 
 
@@ -125,7 +139,7 @@ def _places(orders: Orders) -> Mapping[Piece, tuple[int, int]]:
 
 def _is_received(call: Call, group: int, place: Mapping[Piece, tuple[int, int]], at: Sequence[int]) -> bool:
     """Has the receiver of the stage's previous cotangent started to receive it?"""
-    if call.phase not in ("backward", "input-gradient") or call.stage == 0:
+    if call.phase not in _PASSING or call.stage == 0:
         return True
     mine = place.get((call.stage, call.micro - 1, True))
     if mine is None or mine[0] != group or mine[1] > at[group]:
