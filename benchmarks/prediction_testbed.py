@@ -95,8 +95,13 @@ def measure(arguments: argparse.Namespace) -> Outcome:
 
             with open_devices(topology.path, DeviceLimits()) as devices:
                 kinds.add(devices.kind)
-                for model, plans in topology.plans.items():
-                    case = _Case(topology, model, plans, devices, say, Path(arguments.work))
+                for model, every in topology.plans.items():
+                    plans = [plan for plan in every if not arguments.plans or plan in arguments.plans.split(";")]
+                    if not plans:
+                        continue
+                    case = _Case(
+                        topology, model, plans, devices, say, Path(arguments.work), with_segments=arguments.segments
+                    )
                     rows += case.run()
                     profiled[f"{topology.name}, {model}"] = case.num_profiled
                     if topology is topologies[0] and devices.kind == "testbed with quotas":
@@ -108,8 +113,17 @@ class _Case:
     """One model on one topology."""
 
     def __init__(
-        self, topology: Topology, model: str, plans: Sequence[str], devices: OpenDevices, say: Say, work: Path
+        self,
+        topology: Topology,
+        model: str,
+        plans: Sequence[str],
+        devices: OpenDevices,
+        say: Say,
+        work: Path,
+        *,
+        with_segments: bool,
     ) -> None:
+        self.with_segments = with_segments
         self.topology, self.model, self.devices, self.say = topology, model, devices, say
         self.cluster = load_cluster(topology.path)
         self.captured: CapturedModel = capture_model(MODELS[model])
@@ -144,8 +158,11 @@ class _Case:
         folder, store = self.folder / "profiled", self.folder / "prices.sqlite"
         self._save(self.plans, folder)
         command = [sys.executable, "-m", "planloom.profile.worker", "--model", MODELS[self.model]]
-        command += ["--plans", str(folder), "--store", str(store), "--label", self.topology.name]
-        self._start([*command, "--budget", str(_BUDGET_SECONDS)])
+        given = ["--plans", str(folder), "--store", str(store), "--label", self.topology.name]
+        self._start([*command, *given, "--budget", str(_BUDGET_SECONDS)])
+        if self.with_segments:
+            command[2] = "planloom.train.segment_worker"
+            self._start([*command, *given])
         kept = local_store(store, self.cluster.num_devices, label=self.topology.name)
         figures = kept.load_with_spread()
         self.num_profiled = len({key.split("/")[1] for key in figures if key.startswith("run/")})
@@ -293,6 +310,8 @@ def report(rows: list[Row], deaths: list[dict[str, Any]], kinds: set[str], profi
 
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", default="", help="topologies whose name contains this")
+    parser.add_argument("--plans", default="", help="these plans of them, as 'dp=4;pp=4,micro=4,gpipe'")
+    parser.add_argument("--segments", action="store_true", help="measure whole segments, too, and predict with them")
     parser.add_argument("--work", default=tempfile.mkdtemp(prefix="planloom-prediction-"), help="where files are kept")
 
 

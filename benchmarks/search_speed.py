@@ -59,8 +59,9 @@ QUICK = CASES[:1]
 DEPTHS, NODES, AXES = (
     (8, 32, 126),
     (1, 8, 64, 512, 2048),
-    ("dp=8", "dp=4,tp=2", "dp=2,tp=2,tp2=2", "pp=2,dp=2,tp=2,tp2=1"),
+    ("dp=16", "dp=8,tp=2", "dp=4,tp=2,tp2=2", "pp=2,dp=2,tp=2,tp2=2"),
 )
+"""One to four axes, on sixteen devices: the data axis, a free one, a second free one, and that of the stages."""
 
 
 def measure(arguments: argparse.Namespace) -> Outcome:
@@ -130,7 +131,7 @@ def _growth() -> tuple[Table, dict[str, dict[str, float]]]:
     for text in AXES:
         named = parse_named(text)
         degrees = Wishes(dp=named.dp, tp=named.tp, tp2=named.tp2, pp=named.pp)
-        axes[text] = seconds("llama3-8b?batch=64", 1, degrees)
+        axes[text] = seconds("llama3-8b?batch=64", 2, degrees)
     figures = {"layers": depth, "devices": devices, "axes": axes}
     table = Table("growth of the search in", *(str(i) for i in range(max(map(len, figures.values())))))
     for name, row in figures.items():

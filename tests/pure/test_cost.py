@@ -3,17 +3,21 @@
 import multiprocessing as mp
 import sqlite3
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from planloom.cluster import Cluster, Device, Level, Link, exchange_seconds
 from planloom.cluster.routes import wire_loads
 from planloom.collective import Step
-from planloom.cost import Prices, PriceStore, collective_key, run_fingerprint, run_key
+from planloom.cost import Price, Prices, PriceStore, collective_key, run_fingerprint, run_key
+from planloom.cost.keys import exchange_key, memory_key
 from planloom.errors import PriceError
 from planloom.plan import named_plan, parse_named
-from planloom.program import Program, build_program
+from planloom.program import Program, Transfer, build_program
 from tests.pure.tiny_graph import tiny_batch, tiny_blocks
 
 LATENCY = 1e-6
@@ -87,8 +91,6 @@ def test_measured_collectives_are_interpolated_and_extended() -> None:
     assert prices.step(step, 2000).seconds == pytest.approx(2.0)
     assert prices.step(step, 4000).seconds == pytest.approx(6.0)
     assert prices.step(step, 6000).seconds == pytest.approx(12.0)
-    assert prices.step(step, 10).seconds == pytest.approx(1.0)
-    assert prices.step(step, 10).source == "interpolated"
     assert prices.step(step, 3000).source == "measured"
     across = Step(kind="all_reduce", groups=((0, 2), (1, 3)), shape=(2,))
     assert prices.step(across, 3000).source == "modelled", "other groups are other links"
@@ -98,8 +100,43 @@ def test_a_few_measured_bytes_are_no_price_of_many() -> None:
     step = Step(kind="all_reduce", groups=((0, 1), (2, 3)), shape=(2,))
     known = {collective_key("all_reduce", step.groups, 4): 1e-3}
     prices = Prices(blocks=tiny_blocks(), cluster=cluster(shared=True), measured=known, measured_links=True)
-    assert prices.step(step, 8).source == "interpolated"
-    assert prices.step(step, 1 << 20).source == "modelled", "in proportion it would take four minutes"
+    assert 1e-3 <= prices.step(step, 8).seconds <= 2e-3
+    alone = Prices(blocks=tiny_blocks(), cluster=cluster(shared=True))
+    assert prices.step(step, 1 << 20) == alone.step(step, 1 << 20), "in proportion it would take four minutes"
+
+
+@given(st.integers(1, 1 << 22), st.floats(0.01, 100), st.sampled_from(("step", "exchange", "memory")))
+def test_below_the_least_measured_size_latency_and_bytes_count(num_bytes: int, factor: float, what: str) -> None:
+    """Measured `factor` times the model at one size: below it the model's shape, never outside what bytes allow."""
+    least, step = 1 << 22, Step(kind="all_reduce", groups=((0, 1), (2, 3)), shape=(2,))
+    modelled = Prices(blocks=tiny_blocks(), cluster=cluster(shared=True))
+
+    def price(prices: Prices, size: int) -> Price:
+        box = ((0, size),)
+        transfers = (Transfer(source=0, target=2, source_box=box, target_box=box),)
+        by_name = {"step": partial(prices.step, step), "exchange": lambda n: prices.exchange(transfers, 1)}
+        return by_name.get(what, prices.memory)(size)
+
+    keys = {
+        "step": collective_key("all_reduce", step.groups, least),
+        "exchange": exchange_key(((0, 2),), least),
+        "memory": memory_key(least),
+    }
+    at_least = factor * price(modelled, least).seconds
+    prices = replace(modelled, measured={keys[what]: at_least}, measured_links=True)
+    found = price(prices, num_bytes)
+    assert at_least * num_bytes / least * (1 - 1e-9) <= found.seconds <= at_least * (1 + 1e-9)
+    assert found.seconds == pytest.approx(factor * price(modelled, num_bytes).seconds, rel=1e-6)
+    assert found.source == ("measured" if num_bytes == least else "modelled")
+    assert found.uncertainty > 0
+
+
+def test_a_model_that_contradicts_a_measurement_stays_between_its_bounds() -> None:
+    """The cluster says latency alone; ten bytes of a thousand still take at most what a thousand took."""
+    step = Step(kind="all_reduce", groups=((0, 1), (2, 3)), shape=(2,))
+    known = {collective_key("all_reduce", step.groups, 1000): 1.0}
+    prices = Prices(blocks=tiny_blocks(), cluster=cluster(shared=True), measured=known, measured_links=True)
+    assert 0.01 <= prices.step(step, 10).seconds <= 1.0
 
 
 def test_a_price_has_an_uncertainty_by_its_source() -> None:

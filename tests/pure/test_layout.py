@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from planloom.errors import LayoutError
 from planloom.layout import Axis, Box, Digit, Layout, Mesh, intersect, volume
-from planloom.layout.boxes import relative, subtract, whole
+from planloom.layout.boxes import lies_together, relative, subtract, whole
 from tests.pure.meshes import layouts, meshes
 
 A, B = Digit(axis="a", index=0, size=2), Digit(axis="b", index=0, size=3)
@@ -169,3 +169,10 @@ def test_the_box_of_a_whole_tensor() -> None:
     assert whole((2, 3)) == ((0, 2), (0, 3))
     assert volume(whole((2, 3))) == 6
     assert volume(whole(())) == 1
+
+
+@given(PAIRS)
+def test_a_box_lies_together_where_its_elements_are_consecutive(pair: tuple[Box, Box]) -> None:
+    box, sizes = pair[0], (EDGE,) * len(pair[0])
+    places = np.arange(EDGE ** len(box)).reshape(sizes)[tuple(slice(*interval) for interval in box)].ravel()
+    assert lies_together(box, sizes) == bool((np.diff(places) == 1).all())

@@ -28,6 +28,7 @@ class FixedPrices:
     compute_slowdown: float = 1.0
     communication_slowdown: float = 1.0
     on: str = "two-by-two"
+    has_segments: bool = False
 
     @property
     def blocks(self) -> BlockGraph:

@@ -1,5 +1,7 @@
 """The search's optimum is that of a mixed-integer program, for whole small models; under a limit its bound is below."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
@@ -10,9 +12,9 @@ from tests.torch.integer_program import IntegerProgram
 from tests.torch.searches import planner, solutions, solvers
 
 UNLIMITED = 1e15
-FURTHEST = 0.05
-"""[Empirical] How far solution and bound are from the best plan of a two-layer model under a limit, at most. In deeper
-models memory is filled layer by layer, and less is left: issue 6 asks for 0.02 of real cases."""
+FURTHEST = 0.02
+"""How far solution and bound are apart under a limit, at most (issue 6)."""
+SHARES = (0.9, 0.75, 0.6, 0.45)
 CASES = [
     ("gpt", "two-by-two", Wishes(dp=2, tp=2, pp=1, micro=2)),
     ("gpt", "flat", Wishes(dp=1, tp=4, pp=1, micro=1)),
@@ -20,6 +22,7 @@ CASES = [
     ("zoo/gshard_moe", "two-by-two", Wishes(dp=2, tp=2, pp=1, micro=1)),
     ("gpt", "two-by-two", Wishes(dp=1, tp=2, pp=2, micro=4)),
 ]
+LIMITED_CASES = [CASES[0], CASES[2], CASES[3]]
 LARGE_CASES = [
     ("llama", "flat", Wishes(dp=1, tp=4, pp=1, micro=1)),
     ("gpt", "flat", Wishes(dp=1, tp=2, tp2=2, pp=1, micro=1)),
@@ -84,27 +87,48 @@ def test_the_optimum_over_two_free_axes(model: str, cluster_name: str, wishes: W
     require_the_optimum(model, cluster_name, wishes)
 
 
-@pytest.mark.parametrize(("model", "cluster_name", "wishes"), CASES[:2], ids=str)
-def test_under_a_limit_the_bound_is_below_the_best_plan(model: str, cluster_name: str, wishes: Wishes) -> None:
+def require_the_limited_optimum(model: str, cluster_name: str, wishes: Wishes, shares: Sequence[float]) -> None:
+    """Solution and bound lie on both sides of the best plan (HiGHS), and no further apart than is asked for."""
     (free,) = solutions(case_solver(model, cluster_name, wishes))[:1]
-    gaps = []
-    for share in (0.9, 0.6):
+    for share in shares:
         limit = share * free.estimate.num_bytes
         solver = case_solver(model, cluster_name, wishes, limit)
+        assert not any(segment.is_repeated for segment in solver.tables.network.chain), "HiGHS knows no recomputation"
         best = program_of(solver.tables, 0, limited=True).least(limit)
-        found = solver.solve([0], below=np.inf)
-        assert solver.bounds[0] <= best * (1 + 1e-9)
+        known = solver.solve([0], below=np.inf)
+        solution = solver.refined(0, known[0] if known else None)
         if not np.isfinite(best):
-            assert not found
+            assert solution is None
+            assert solver.bounds[0] == np.inf, "that nothing fits is proven"
             continue
-        for solution in found:
-            assert solution.estimate.num_bytes <= limit
-            assert best * (1 - 1e-9) <= solution.estimate.step_seconds
-        gaps.append((share, [s.estimate.step_seconds / best - 1 for s in found], 1 - solver.bounds[0] / best))
-    for share, above, below in gaps:
-        print(
-            f"{model}, {share:.0%} of memory: {[f'{own:.2%}' for own in above]} above the best; bound {below:.2%} below"
-        )
-        assert above, "something that fits is found"
-        assert max(above) <= FURTHEST
-        assert below <= FURTHEST
+        assert solution is not None, "something that fits is found"
+        seconds, bound = solution.estimate.step_seconds, solver.bounds[0]
+        print(f"{model}, {share:.0%} of memory: {seconds / best - 1:.2%} above the best, gap {1 - bound / seconds:.2%}")
+        assert solution.estimate.num_bytes <= limit
+        assert bound <= seconds
+        assert best * (1 - 1e-9) <= seconds, "HiGHS chooses junctions freely, so its plans are no slower"
+        assert bound <= seconds * (1 + 1e-9)
+        assert seconds <= best / (1 - FURTHEST)
+        assert bound >= (1 - FURTHEST) * seconds
+
+
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize(("model", "cluster_name", "wishes"), LIMITED_CASES, ids=str)
+def test_under_a_limit_the_gap_is_proven(model: str, cluster_name: str, wishes: Wishes, share: float) -> None:
+    require_the_limited_optimum(model, cluster_name, wishes, [share])
+
+
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("model", ["gpt", "llama"])
+def test_two_stages_under_a_limit(model: str, share: float) -> None:
+    """The bound stays below what is found, and knows no less than one without stages."""
+    wishes = Wishes(dp=1, tp=2, pp=2, micro=4)
+    (free,) = solutions(case_solver(model, "two-by-two", wishes))[:1]
+    solver = case_solver(model, "two-by-two", wishes, share * free.estimate.num_bytes)
+    known = solver.solve([0], below=np.inf)
+    before = float(solver.bounds[0])
+    solution = solver.refined(0, known[0] if known else None)
+    assert solver.bounds[0] >= before
+    if solution is not None:
+        assert solver.bounds[0] <= solution.estimate.step_seconds * (1 + 1e-12)
+        assert solution.estimate.num_bytes <= share * free.estimate.num_bytes

@@ -1,5 +1,6 @@
 """`planloom models`: which models are known by name. `planloom blocks`: what a model is made of."""
 
+import gc
 import sys
 import time
 from collections.abc import Sequence
@@ -64,6 +65,7 @@ def capture_model(source: str, *, again: bool = False) -> CapturedModel:
 
         model, batch = load_model(source)
         graph = capture(model, batch) if again else cached_capture(model, batch, folder=GRAPHS)
+        gc.freeze()  # what torch and the model are made of stays: half a second less for every look at all objects
         seconds = time.perf_counter() - start
         return CapturedModel(blocks=find_blocks(graph), spec=batch_spec(batch), capture_seconds=seconds)
 

@@ -143,6 +143,23 @@ class Lab:
                 **({"launch": self.launch} if self.launch is not None else {}),
             )
 
+    def measure_segments(self, model: str, plans: Sequence[Plan]) -> None:
+        """Measure the segments of these plans as a whole, on a process for each of their devices."""
+        from planloom.train.segments import measure_segments_locally
+
+        with progress_bar(f"measuring segments of plans on {self.num_processes} processes") as bar:
+            measure_segments_locally(
+                model,
+                plans,
+                self.store,
+                num_processes=self.num_processes,
+                progress=bar.update,
+                device=self.device,
+                compiled=self.compiled,
+                label=self.label,
+                **({"launch": self.launch} if self.launch is not None else {}),
+            )
+
 
 def lab_for(prices: Prices, store: Path) -> Lab:
     """Where this machine measures for a cluster: on a process for each device of a CPU cluster, or on its GPUs.
@@ -188,7 +205,10 @@ def measure_lazily(model: str, candidates: Sequence[Candidate], prices: Prices, 
     def measure(programs: Sequence[Program]) -> int:
         wanted = {id(program) for program in programs}
         before = _num_runs(lab.figures())
-        lab.measure(model, [c.plan for c in candidates if id(c.program) in wanted and c.plan is not None])
+        plans = [c.plan for c in candidates if id(c.program) in wanted and c.plan is not None]
+        lab.measure(model, plans)
+        if lab.with_links:
+            lab.measure_segments(model, [plan for plan in plans if len(plan.devices) == lab.num_processes])
         return _num_runs(lab.figures()) - before
 
     return plan_lazily(candidates, current, measure)

@@ -2,6 +2,7 @@
 
 import re
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -25,15 +26,17 @@ from planloom.cli.plans import (
 from planloom.cli.pricing import (
     DEFAULT_STORE,
     CompiledOption,
+    Lab,
     LinksOption,
     Pricing,
     ProfileOption,
     StoreOption,
     lab_for,
-    measure_lazily,
     pricing_of,
+    with_figures,
 )
 from planloom.cluster import Cluster, format_bytes, load_cluster, parse_bytes
+from planloom.cost import Prices
 from planloom.errors import PlanError
 from planloom.plan import load_plan, save_plan
 from planloom.program import verify_program
@@ -42,13 +45,11 @@ from planloom.report.searches import alternatives_table, best_tables, comparison
 from planloom.search import (
     Best,
     BlockPin,
-    Candidate,
     Finalist,
     LeastMemory,
     Planner,
     Wishes,
-    as_candidate,
-    find_best,
+    find_best_measured,
     least_memory,
 )
 from planloom.search.explain import explain_block, explain_plan
@@ -130,12 +131,8 @@ def plan_command(
             bar.say(f"searching {text}")
             bar.update(done, total)
 
-        best = find_best(planner, pricing.prices, captured.spec, wishes, progress=on_progress)
-    if measure:
-        lab = lab_for(pricing.prices, store)
-        ranked = measure_lazily(source, [as_candidate(f) for f in best.finalists], pricing.prices, lab).ranked
-        by_plan = {id(f.plan): f for f in best.finalists}
-        best = replace(best, finalists=tuple(_measured(by_plan[id(c.plan)], c) for c in ranked))
+        how = measuring(source, pricing.prices, lab_for(pricing.prices, store)) if measure else None
+        best = find_best_measured(planner, pricing.prices, captured.spec, wishes, measure=how, progress=on_progress)
     winner = best.winner
     is_proven = len(winner.plan.devices) <= _PROVEN_DEVICES if prove is None else prove
     if is_proven:
@@ -154,6 +151,9 @@ def plan_command(
             f"[bold]{winner.plan.name}[/bold], {proven}{written}: searched {best.certificate.num_problems} problems in "
             f"{best.certificate.search_seconds:.1f} s, {total:.1f} s in all"
         )
+        if any(best.sources.get(kind) for kind in ("measured", "interpolated")):
+            counts = ", ".join(f"{count} {kind}" for kind, count in best.sources.items())
+            screen.print(f"prices of its blocks in the estimate: {counts}; searched {best.num_rounds} times")
 
 
 def _plan_named(
@@ -234,8 +234,14 @@ def tokens_of(captured: CapturedModel) -> int:
     return 0
 
 
-def _measured(finalist: Finalist, candidate: Candidate) -> Finalist:
-    return replace(finalist, timeline=candidate.timeline) if candidate.timeline is not None else finalist
+def measuring(source: str, prices: Prices, lab: Lab) -> Callable[[Sequence[Finalist]], Prices]:
+    """Has measured what finalists use; gives prices from all that is known then."""
+
+    def measure(finalists: Sequence[Finalist]) -> Prices:
+        lab.measure(source, [finalist.plan for finalist in finalists])
+        return with_figures(prices, lab.figures())
+
+    return measure
 
 
 def best_document(best: Best, captured: CapturedModel) -> dict[str, Any]:
@@ -268,6 +274,8 @@ def best_document(best: Best, captured: CapturedModel) -> dict[str, Any]:
         "num_micro_batches": winner.plan.num_micro_batches,
         "recomputed_segments": len(winner.plan.recompute),
         "price_sources": list(winner.timeline.sources),
+        "estimate_prices": dict(best.sources),
+        "num_rounds": best.num_rounds,
         "alternatives": [
             {
                 "name": other.plan.name,

@@ -12,6 +12,7 @@ a real network it matters which ranks talk, and sizes of the same groups may be 
 | collective/<kind>/<groups>/<bytes>       | seconds; the bytes are those of a device's array before it             |
 | collective/exchange/<pairs>/<bytes>      | seconds; the bytes are those of the largest message                    |
 | memory/<bytes>                           | seconds of a sum that reads and writes so many bytes                   |
+| segment/<digest>                         | seconds of a segment of a body with its collectives; see `segments`    |
 | overlap/compute, overlap/communication   | how many times longer a run, or a collective, takes while both go on   |
 """
 
@@ -46,8 +47,7 @@ Figure = Literal[
 def run_fingerprint(blocks: BlockGraph, program: Program, run: Run) -> str:
     """A digest of a run's local work: operators, local shapes, and what crosses its boundary with a cotangent."""
     graph = blocks.graph
-    mesh = program.stages[run.stage].mesh
-    coordinates = dict.fromkeys(mesh.digits, 0)
+    coordinates = {digit: 0 for part in run.blocks for _, digits in part.splits for digit in digits}
     numbers: dict[str, int] = {}
     lines: list[Any] = []
     for part in run.blocks:
@@ -127,7 +127,7 @@ def _word_key(key: str, number: int) -> str:
 
 
 _MASK_BITS = 48
-MEMORY_PREFIX = "memory/"
+MEMORY_PREFIX, SEGMENT_PREFIX = "memory/", "segment/"
 OVERLAP_COMPUTE_KEY, OVERLAP_COMMUNICATION_KEY = "overlap/compute", "overlap/communication"
 
 

@@ -6,7 +6,7 @@ of a model (`efficiency.yaml`), else assumed. Nothing unknown is priced at zero:
 model is an error.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -20,6 +20,7 @@ from planloom.cost.keys import (
     MEMORY_PREFIX,
     OVERLAP_COMMUNICATION_KEY,
     OVERLAP_COMPUTE_KEY,
+    SEGMENT_PREFIX,
     Figure,
     Phase,
     collective_prefix,
@@ -159,7 +160,8 @@ class Prices:
         modelled = line.seconds(num_bytes)
         busy = tuple((level, seconds * num_bytes) for level, seconds in line.busy_seconds_per_byte)
         if self.measured_links:
-            found = self._on_curve(collective_prefix(step.kind, step.groups), num_bytes)
+            cost = step_cost(self.cluster, step)
+            found = self._on_curve(collective_prefix(step.kind, step.groups), num_bytes, cost.seconds)
             if found is not None:
                 return Price(seconds=found.seconds, source=found.source, uncertainty=found.uncertainty, busy=busy)
         return Price(seconds=modelled, source="modelled", uncertainty=_LINK_UNCERTAINTY, busy=busy)
@@ -176,7 +178,11 @@ class Prices:
         busy = ((self.cluster.crossed_level((messages[0][0], messages[0][1])), modelled),)
         if self.measured_links:
             largest = max(int(num_bytes) for *_, num_bytes in messages)
-            found = self._on_curve(exchange_prefix((s, t) for s, t, _ in messages), largest)
+
+            def model(size: float) -> float:
+                return exchange_seconds(self.cluster, [(s, t, of * size / largest) for s, t, of in messages])
+
+            found = self._on_curve(exchange_prefix((s, t) for s, t, _ in messages), largest, model)
             if found is not None:
                 return Price(seconds=found.seconds, source=found.source, uncertainty=found.uncertainty, busy=busy)
         return Price(seconds=modelled, source="modelled", uncertainty=_LINK_UNCERTAINTY, busy=busy)
@@ -194,15 +200,29 @@ class Prices:
     def _slowdown(self, key: str, modelled: float) -> float:
         return max(1.0, self.measured.get(key, modelled)) if self.measured_links else modelled
 
+    @cached_property
+    def has_segments(self) -> bool:
+        """Were segments measured as a whole, on the links that are used?"""
+        return self.measured_links and any(key.startswith(SEGMENT_PREFIX) for key in self.measured)
+
+    def segment(self, key: str) -> Price | None:
+        """A segment of a body with its collectives, if it was measured as a whole; see `segments`."""
+        if key not in self.measured:
+            return None
+        return Price(seconds=self.measured[key], source="measured", uncertainty=self._spread(key))
+
     # -- local work
 
     def memory(self, num_bytes: int) -> Price:
         """Local work that reads and writes this many bytes: sums, copies."""
-        found = self._on_curve(MEMORY_PREFIX, num_bytes)
+        found = self._on_curve(MEMORY_PREFIX, num_bytes, self._memory_seconds)
         if found is not None:
             return found
         estimate = memory_seconds(num_bytes, self.cluster.device)
         return Price(seconds=estimate.seconds, source="modelled", uncertainty=estimate.uncertainty)
+
+    def _memory_seconds(self, num_bytes: float) -> float:
+        return memory_seconds(round(num_bytes), self.cluster.device).seconds
 
     def update(self, program: Program, stage: int) -> Price:
         """One optimizer step on the shards of one device."""
@@ -239,8 +259,8 @@ class Prices:
                 curves.setdefault(prefix + slash, []).append((int(size), seconds))
         return {prefix: sorted(points) for prefix, points in curves.items()}
 
-    def _on_curve(self, prefix: str, num_bytes: int) -> Price | None:
-        """Between measured sizes; below the least its seconds, above the largest at the rate of the last two.
+    def _on_curve(self, prefix: str, num_bytes: int, model: Callable[[float], float]) -> Price | None:
+        """Between measured sizes, or above the largest at the rate of the last two; else by the model's shape.
 
         None if nothing was measured, or only what is so much smaller that it says nothing but a latency.
         """
@@ -250,9 +270,11 @@ class Prices:
             return Price(seconds=exact, source="measured", uncertainty=self._spread(f"{prefix}{num_bytes}"))
         if not points or num_bytes > _FARTHEST * points[-1][0]:
             return None
-        return Price(
-            seconds=_interpolated(points, num_bytes), source="interpolated", uncertainty=_INTERPOLATED_UNCERTAINTY
-        )
+        if num_bytes < points[0][0] or len(points) == 1:
+            seconds = _anchored(points[0], num_bytes, model)
+            return Price(seconds=seconds, source="modelled", uncertainty=_LINK_UNCERTAINTY)
+        seconds = _interpolated(points, num_bytes)
+        return Price(seconds=seconds, source="interpolated", uncertainty=_INTERPOLATED_UNCERTAINTY)
 
     def _spread(self, key: str) -> float:
         """One standard deviation of a measurement over its value."""
@@ -261,11 +283,20 @@ class Prices:
         return self.spreads[key] / self.measured[key]
 
 
+def _anchored(point: tuple[int, float], num_bytes: int, model: Callable[[float], float]) -> float:
+    """A model's seconds, in the ratio that makes them right at the one measured size, s bytes in t seconds.
+
+    Latency and bytes both count, neither is negative: so fewer bytes take at most t and at least their share of it,
+    t · n / s, and more bytes at least t and at most their share. Whatever the model says, the price stays between.
+    """
+    size, seconds = point
+    share = seconds * num_bytes / size
+    modelled = model(size)
+    guess = seconds * model(num_bytes) / modelled if modelled > 0 else share
+    return min(max(guess, min(share, seconds)), max(share, seconds))
+
+
 def _interpolated(points: Sequence[tuple[int, float]], num_bytes: int) -> float:
-    if num_bytes <= points[0][0]:
-        return points[0][1]
-    if len(points) == 1:
-        return points[0][1] * num_bytes / points[0][0]
     for (low, before), (high, after) in pairwise(points):
         if num_bytes <= high or high == points[-1][0]:
             return max(before, before + (after - before) * (num_bytes - low) / (high - low))

@@ -45,7 +45,9 @@ class SilentWire(Wire):
         arrays = [self.run_steps(steps, array, sizes)() for steps, array, sizes in parts]
         return lambda: arrays
 
-    def start_step(self, step: Step, array: Tensor, sizes: tuple[int, ...], tag: int) -> Finish:
+    def start_step(
+        self, step: Step, array: Tensor, sizes: tuple[int, ...], tag: int, *, is_own: bool = False
+    ) -> Finish:
         """One step; `sizes` are the dims of the arrays that take part in it."""
         group = step.group_of(self.device)
         if group is None or step.is_local:

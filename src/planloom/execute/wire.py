@@ -135,7 +135,7 @@ class Wire:
             parts = [self.start_step(s, a, tuple(a.shape), tag)() for s, a in zip(steps, arrays, strict=True)]
             return lambda: parts
         rows, before = pack(arrays, steps) if packed is None else packed, list(sizes)
-        finish = self.start_step(step_on_rows(steps[0]), rows, tuple(rows.shape), tag)
+        finish = self.start_step(step_on_rows(steps[0]), rows, tuple(rows.shape), tag, is_own=True)
         return lambda: unpack(finish(), steps, before)
 
     def _start(
@@ -155,8 +155,13 @@ class Wire:
             sizes = local_sizes_after(step, sizes)
         return finish
 
-    def start_step(self, step: Step, array: Tensor, sizes: tuple[int, ...], tag: int) -> Finish:
-        """Start one step; `sizes` are the dims of the arrays that take part in it."""
+    def start_step(
+        self, step: Step, array: Tensor, sizes: tuple[int, ...], tag: int, *, is_own: bool = False
+    ) -> Finish:
+        """Start one step; `sizes` are the dims of the arrays that take part in it.
+
+        `is_own`: the array is a copy that the wire made, which may be written into.
+        """
         group = step.group_of(self.device)
         if group is None:  # it holds nothing, and waits for a broadcast or scatter
             return lambda: array
@@ -169,7 +174,7 @@ class Wire:
                 masked = array if position == 0 else torch.zeros_like(array)
                 return lambda: masked
             case "all_reduce":
-                return self._all_reduce(step, array, group)
+                return self._all_reduce(step, array, group, is_own=is_own)
             case "reduce":
                 return self._reduce(step, array, group)
             case "broadcast":
@@ -250,8 +255,8 @@ class Wire:
         found = dict(zip(order, received.split(expected), strict=True))
         return [found[i] for i in range(len(group))]
 
-    def _all_reduce(self, step: Step, array: Tensor, group: tuple[int, ...]) -> Finish:
-        result = array.clone(memory_format=torch.contiguous_format)
+    def _all_reduce(self, step: Step, array: Tensor, group: tuple[int, ...], *, is_own: bool) -> Finish:
+        result = array if is_own else array.clone(memory_format=torch.contiguous_format)
         with _on_the_wire():
             work = dist.all_reduce(result, _OPS[step.combine], group=self.process_group(group), async_op=True)
         return _after(work, lambda: result)
@@ -372,21 +377,27 @@ class Wire:
     def receive(
         self, dtype: torch.dtype, sizes: tuple[int, ...], transfers: tuple[Transfer, ...], tag: int, at: torch.device
     ) -> Finish:
-        """Start all messages to this device; the result is the array that they fill."""
+        """Start all messages to this device; the result is the array that they fill.
+
+        A message whose elements lie side by side in it arrives there; others arrive beside it and are copied.
+        """
         result = torch.empty(sizes, dtype=dtype, device=at)
         works = []
         for transfer in transfers:
             if transfer.target == self.device:
-                shape = [stop - start for start, stop in transfer.target_box]
-                part = torch.empty(shape, dtype=dtype, device=at)
+                place = _narrow(result, transfer.target_box)
+                part = (
+                    place if place.is_contiguous() else torch.empty_like(place, memory_format=torch.contiguous_format)
+                )
                 held = torch.view_as_real(part) if part.is_complex() else part
                 with _on_the_wire():
-                    works.append((dist.irecv(held, transfer.source, tag=tag), part, transfer.target_box))
+                    works.append((dist.irecv(held, transfer.source, tag=tag), part, place))
 
         def finish() -> Tensor:
-            for work, part, box in works:
+            for work, part, place in works:
                 _wait(work)
-                _narrow(result, box).copy_(part)
+                if part is not place:
+                    place.copy_(part)
             return result
 
         return finish

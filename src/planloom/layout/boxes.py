@@ -19,6 +19,14 @@ def whole(sizes: tuple[int, ...]) -> Box:
     return tuple((0, size) for size in sizes)
 
 
+def lies_together(box: Box, sizes: tuple[int, ...]) -> bool:
+    """Whether the elements of a box lie side by side in an array with these dims, the last the innermost."""
+    outer = 0
+    while outer < len(box) and box[outer][1] - box[outer][0] == 1:
+        outer += 1
+    return box[outer + 1 :] == whole(sizes[outer + 1 :])
+
+
 def intersect(a: Box, b: Box) -> Box | None:
     """The common part of two boxes, or None if there is none."""
     common = tuple((max(s, t), min(e, f)) for (s, e), (t, f) in zip(a, b, strict=True))

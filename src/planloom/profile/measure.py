@@ -75,7 +75,7 @@ def measure_programs(
     wire = Wire(dist.get_rank(), timeout_seconds=_TIMEOUT_SECONDS) if has_links else None
     measured: Measured = {}
     try:
-        tasks = _tasks(bench, work, missing_work(work, _agreed(known)), wire)
+        tasks = _tasks(bench, work, missing_work(work, agreed(known)), wire)
         progress(0, len(tasks))
         for i, task in enumerate(tasks):
             found = task()
@@ -88,8 +88,8 @@ def measure_programs(
     return measured
 
 
-def _agreed(known: Collection[str]) -> Collection[str]:
-    """What the first rank knows: another session may have written to the store between two readings."""
+def agreed(known: Collection[str]) -> Collection[str]:
+    """What the first rank knows, on every rank: another session may have written to the store between two readings."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return known
     text = "\n".join(sorted(known)).encode()

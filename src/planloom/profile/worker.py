@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--no-links", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    device = _join(arguments.device)
+    device = join(arguments.device)
     rank = dist.get_rank()
     with reporting_errors(rank):
         model, batch = load_model(arguments.model)
@@ -57,7 +57,7 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def _join(device: str) -> str:
+def join(device: str) -> str:
     """Join the process group; this rank's device. Ranks that share a GPU talk by gloo: NCCL refuses them."""
     if device == "cpu":
         dist.init_process_group("gloo")

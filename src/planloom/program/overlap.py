@@ -24,9 +24,11 @@ from planloom.program.values import (
     signature,
 )
 
-NUM_BUCKETS = 8
+NUM_BUCKETS = 4
 MIN_BUCKET_BYTES, MAX_BUCKET_BYTES = 1 << 18, 32 << 20
-"""A stage's gradients go in eight buckets or so: fewer hide less of their reduction, more pay its latency more often.
+"""A stage's gradients go in four buckets or so: fewer hide less of their reduction, more pay its latency more often.
+[Empirical] Four ranks on two cores, dp=4 over DDP, 2026-11-18: GPT of 17 MB in eight buckets 1.12, in four or three
+1.05, in two 1.04; a bucket wakes four threads of every rank.
 The limits keep a bucket large enough for a network and its copy small beside the parameters."""
 
 _COALESCED_KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "slice", "mask")

@@ -17,7 +17,7 @@ Micro-batches are a time axis: they split the dim `batch` before any device does
 inside one micro-batch, and `sizes` are its sizes there.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from planloom.blocks import Block, BlockGraph
 from planloom.layout import Digit, Layout, Mesh
@@ -33,12 +33,20 @@ class Splits:
     plan: Plan
     passed_on: dict[int, tuple[Digit, ...]]
     """For every block the digits over which it takes partial cotangents and passes them on."""
+    known_splits: dict[int, tuple[tuple[str, tuple[Digit, ...]], ...]] = field(default_factory=dict)
+    known_layouts: dict[tuple[int, str], Layout] = field(default_factory=dict)
+    """What was asked before: a program's phases ask for the same layouts many times."""
 
     def mesh(self, block: Block) -> Mesh:
         return self.plan.meshes[self.plan.stages[block.index]]
 
     def block_splits(self, block: Block) -> tuple[tuple[str, tuple[Digit, ...]], ...]:
         """(dim, space digits) for every split dim of a block."""
+        if block.index not in self.known_splits:
+            self.known_splits[block.index] = self._find_splits(block)
+        return self.known_splits[block.index]
+
+    def _find_splits(self, block: Block) -> tuple[tuple[str, tuple[Digit, ...]], ...]:
         mesh = self.mesh(block)
         splits = {
             dim: tuple(digit for axis in axes for digit in mesh.axis(axis).digits)
@@ -65,6 +73,12 @@ class Splits:
 
     def layout(self, block: Block, tensor: str) -> Layout:
         """The layout of an input or output of a block."""
+        key = (block.index, tensor)
+        if key not in self.known_layouts:
+            self.known_layouts[key] = self._find_layout(block, tensor)
+        return self.known_layouts[key]
+
+    def _find_layout(self, block: Block, tensor: str) -> Layout:
         num_factors = len(self.blocks.graph.tensors[tensor].sizes)
         splits: list[tuple[Digit, ...]] = [()] * num_factors
         partial: tuple[Digit, ...] = ()

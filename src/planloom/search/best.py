@@ -1,7 +1,7 @@
 """The best plan for a model on a cluster: search, finalists, and what to say if nothing fits."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -10,16 +10,23 @@ from planloom.cost import Prices
 from planloom.errors import PlanError
 from planloom.search.figures import block_figures
 from planloom.search.finalists import Finalist, simulate_finalists
+from planloom.search.finished import estimate_plan
+from planloom.search.measured import estimate_sources, learned_ratios
 from planloom.search.planner import Certificate, Planner, promising_first
 from planloom.search.solutions import Solver
 from planloom.search.space import Candidate, Shape, Wishes
 from planloom.search.stages import Packing, pack_stages
+from planloom.search.work import Measured
+from planloom.simulate import simulate
 
 BatchSpec = Mapping[str, tuple[tuple[int, ...], str]]
 Progress = Callable[[str, int, int], None]
 NUM_FINALISTS = 4
 _DEAR = 1e6
 """A price of memory at which nothing but memory counts."""
+_ROUNDS = 6
+"""Searches at most, where each has something more measured. What is not measured yet is often modelled too fast, so
+that every search finds plans with something unmeasured; in the end the best that are measured stand."""
 _BISECTIONS, _ROUNDING = 24, 1e-9
 
 
@@ -30,6 +37,12 @@ class Best:
     finalists: tuple[Finalist, ...]
     certificate: Certificate
     refused: tuple[tuple[str, str], ...] = ()
+    num_rounds: int = 1
+    """How often it was searched: again, where something more was measured."""
+    sources: Mapping[str, int] = field(default_factory=dict)
+    """Of the winner's estimate: how many blocks have a measured, an interpolated and a modelled price."""
+    measured: Measured = field(default_factory=Measured)
+    """What the estimates were priced with, besides the model."""
 
     @property
     def winner(self) -> Finalist:
@@ -88,6 +101,60 @@ def find_best(
     return Best(finalists=finalists.fitting, certificate=found.certificate, refused=finalists.refused)
 
 
+def find_best_measured(
+    planner: Planner,
+    prices: Prices,
+    batch: BatchSpec,
+    wishes: Wishes | None = None,
+    *,
+    measure: Callable[[Sequence[Finalist]], Prices] | None = None,
+    num_finalists: int = NUM_FINALISTS,
+    progress: Progress | None = None,
+) -> Best:
+    """Search with what is known, have measured what the finalists use, and search again until nothing new is learned.
+
+    `measure(finalists)` measures what is not known of them and gives prices from all that is known then; without it,
+    what a profile knows of the finalists' runs is learned. After `_ROUNDS` the last search stands. The finalists of all
+    rounds are ranked once more with all that is known: those with nothing unmeasured first, if measuring was wanted.
+    """
+    pool: list[Finalist] = []
+    planner, known = planner.with_measured(Measured(figures=prices.measured)), prices
+    for number in range(1, _ROUNDS + 1):
+        best = find_best(planner, known, batch, wishes, num_finalists=num_finalists, progress=progress)
+        pool += [own for own in best.finalists if all(own.plan != other.plan for other in pool)]
+        known = measure(best.finalists) if measure is not None else prices
+        ratios = learned_ratios(planner.works, [finalist.program for finalist in pool], known)
+        learned = Measured(figures=known.measured, ratios=ratios)
+        if learned == planner.works.measured or number == _ROUNDS:
+            break
+        planner = planner.with_measured(learned)
+    if number > 1:
+        pool = _ranked_again(planner, pool, known, must_be_measured=measure is not None)
+        best = replace(best, finalists=tuple(pool[:num_finalists]))
+    sources = estimate_sources(best.winner.plan, planner.network, planner.works)
+    return replace(best, num_rounds=number, sources=sources, measured=planner.works.measured)
+
+
+def _ranked_again(
+    planner: Planner, pool: Sequence[Finalist], prices: Prices, *, must_be_measured: bool
+) -> list[Finalist]:
+    """Finalists of several rounds, with the estimates and the simulated steps that go with what is known now."""
+    found = [
+        replace(
+            own,
+            timeline=simulate(own.program, prices, with_events=False),
+            estimate=estimate_plan(own.plan, planner.network, planner.works, planner.cluster),
+        )
+        for own in pool
+    ]
+
+    def rank(own: Finalist) -> tuple[bool, float, str, str]:
+        is_open = must_be_measured and not all(prices.is_measured(own.program, run) for run in own.program.runs)
+        return is_open, own.step_seconds, own.plan.name, own.placement
+
+    return sorted(found, key=rank)
+
+
 def nothing_fits(planner: Planner, wishes: Wishes, reasons: tuple[str, ...] = ()) -> PlanError:
     """What binds, and the least memory that would do."""
     least = least_memory(planner, wishes)
@@ -125,7 +192,7 @@ def least_memory(planner: Planner, wishes: Wishes, *, enough: float = 0.0) -> Le
     space = planner.space(wishes)
     few = [shape for shape in space.shapes if sum(kind == "free" for kind in shape.kinds) <= 1] or space.shapes
     best: LeastMemory | None = None
-    for shape in promising_first(few, planner.cluster):
+    for shape in promising_first(few, planner.cluster, planner.batch):
         for num_micro in reversed(space.micro_batches):
             placement = space.placements(planner.cluster, shape)[0]
             candidate = Candidate(shape=shape, placement=placement, num_micro=num_micro)

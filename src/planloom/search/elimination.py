@@ -60,7 +60,7 @@ class SegmentTables:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _Record:
+class Record:
     """How an eliminated variable follows from others: it minimizes the sum of these tables."""
 
     variable: int
@@ -68,19 +68,20 @@ class _Record:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _Taken:
-    """Which of two alternatives is smaller, by the variables that live on."""
+class Taken:
+    """What is left of two alternatives, by the variables that live on; and which of them is smaller."""
 
     variables: tuple[int, ...]
+    left: tuple[Array, Array]
     numbers: Indices
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _Step:
+class Step:
     """The elimination of one segment: records in the order in which they were made, for each of its alternatives."""
 
-    records: tuple[tuple[_Record, ...], ...]
-    taken: _Taken | None = None
+    records: tuple[tuple[Record, ...], ...]
+    taken: Taken | None = None
     shift: int = 0
     """To be added to the variables of the records, where the step of an earlier, equal segment stands for this one."""
     relative_from: int = 0
@@ -101,10 +102,17 @@ class Minimum:
 
 def minimize(segments: Sequence[SegmentTables], sizes: Mapping[int, int], *, with_choices: bool = True) -> Minimum:
     """Exact, for every problem of the batch; without choices only the minima."""
+    totals, steps = eliminate(segments, sizes)
+    variables, alternatives = _backtracked(steps, len(totals)) if with_choices else ({}, ())
+    return Minimum(totals=totals, variables=variables, alternatives=alternatives)
+
+
+def eliminate(segments: Sequence[SegmentTables], sizes: Mapping[int, int]) -> tuple[Array, list[Step]]:
+    """The minimum of every problem, and how all variables follow, segment by segment."""
     num_problems = segments[0].tables[0].numbers.shape[0]
     total = np.zeros(num_problems)
     message: tuple[Table, ...] = ()
-    steps: list[_Step] = []
+    steps: list[Step] = []
     constant: Array | None = None
     for at, segment in enumerate(segments):
         before = segments[at - 1] if at else None
@@ -123,8 +131,32 @@ def minimize(segments: Sequence[SegmentTables], sizes: Mapping[int, int], *, wit
         steps.append(replace(step, relative_from=before.first if before is not None else 0))
         message = normalized
     assert not message, "variables are left over"
-    variables, alternatives = _backtracked(steps, num_problems) if with_choices else ({}, ())
-    return Minimum(totals=total, variables=variables, alternatives=alternatives)
+    return total, steps
+
+
+def least_over_rows(segments: Sequence[SegmentTables], sizes: Mapping[int, int], extra: Sequence[Array]) -> float:
+    """The least sum where every segment takes its numbers from one row of the batch, each from its own.
+
+    `extra[s]`: what each row costs segment s besides; infinite where it may not be taken.
+    """
+    total, message, constant = np.zeros(1), tuple[Table, ...](), None
+    for at, segment in enumerate(segments):
+        before = segments[at - 1] if at else None
+        is_equal = before is not None and segment.kind == before.kind and np.array_equal(extra[at], extra[at - 1])
+        if constant is not None and before is not None and is_equal:
+            total = total + constant
+            message = tuple(_shifted(table, segment.first - before.first, before.first) for table in message)
+            continue
+        constant = None
+        _, left = _step(segment, message, sizes)
+        whole = summed(left)
+        rows = whole.numbers + extra[at].reshape((-1,) + (1,) * len(whole.variables))
+        normalized, lowest = _normalized([Table(whole.variables, rows.min(axis=0, keepdims=True))], 1)
+        total = total + lowest
+        if before is not None and is_equal:
+            constant = _constant(message, normalized, segment.first - before.first, before.first, lowest)
+        message = normalized
+    return float(total[0])
 
 
 def largest_table(segments: Sequence[SegmentTables], sizes: Mapping[int, int]) -> int:
@@ -151,20 +183,20 @@ def _waiting(segment: SegmentTables) -> set[int]:
     return {segment.first + i for i, lives in enumerate(segment.lives_on) if not lives} | set(segment.last_touched)
 
 
-def _step(segment: SegmentTables, message: Sequence[Table], sizes: Mapping[int, int]) -> tuple[_Step, Sequence[Table]]:
+def _step(segment: SegmentTables, message: Sequence[Table], sizes: Mapping[int, int]) -> tuple[Step, Sequence[Table]]:
     """Eliminate a segment; with an alternative, both, and keep the smaller of what is left of them."""
     records, left = _eliminated(segment, [*message, *segment.tables], sizes)
     if not segment.alternative:
-        return _Step((records,)), left
+        return Step((records,)), left
     others, also_left = _eliminated(segment, [*message, *segment.alternative], sizes)
     one, two = summed(left), summed(also_left)
-    taken = _Taken(one.variables, (two.numbers < one.numbers).astype(np.intp))
-    return _Step((records, others), taken), [Table(one.variables, np.minimum(one.numbers, two.numbers))]
+    taken = Taken(one.variables, (one.numbers, two.numbers), (two.numbers < one.numbers).astype(np.intp))
+    return Step((records, others), taken), [Table(one.variables, np.minimum(one.numbers, two.numbers))]
 
 
 def _eliminated(
     segment: SegmentTables, tables: Sequence[Table], sizes: Mapping[int, int]
-) -> tuple[tuple[_Record, ...], list[Table]]:
+) -> tuple[tuple[Record, ...], list[Table]]:
     """Eliminate all variables that nothing later touches."""
     left, records = list(tables), []
     first, waiting = segment.first, _waiting(segment)
@@ -176,7 +208,7 @@ def _eliminated(
         left = [t for t in left if variable not in t.variables]
         whole = summed(own)
         others = tuple(o for o in whole.variables if o != variable)
-        records.append(_Record(variable, own))
+        records.append(Record(variable, own))
         left.append(Table(others, whole.numbers.min(axis=1 + whole.variables.index(variable))))
     return tuple(records), left
 
@@ -256,7 +288,7 @@ def _constant(before: Sequence[Table], after: Sequence[Table], shift: int, first
     return lowest
 
 
-def _backtracked(steps: Sequence[_Step], num_problems: int) -> tuple[dict[int, Indices], tuple[Indices, ...]]:
+def _backtracked(steps: Sequence[Step], num_problems: int) -> tuple[dict[int, Indices], tuple[Indices, ...]]:
     chosen: dict[int, Indices] = {}
     alternatives = []
     for step in reversed(steps):
@@ -272,7 +304,7 @@ def _backtracked(steps: Sequence[_Step], num_problems: int) -> tuple[dict[int, I
     return chosen, tuple(reversed(alternatives))
 
 
-def _followed(step: _Step, records: Sequence[_Record], chosen: Mapping[int, Indices]) -> dict[int, Indices]:
+def _followed(step: Step, records: Sequence[Record], chosen: Mapping[int, Indices]) -> dict[int, Indices]:
     """The variables that a segment's records eliminate, from those that are chosen already."""
     found: dict[int, Indices] = {}
     known = ChainMap(found, chosen)  # type: ignore[arg-type]
@@ -281,14 +313,16 @@ def _followed(step: _Step, records: Sequence[_Record], chosen: Mapping[int, Indi
     return found
 
 
-def _looked_up(step: _Step, record: _Record, chosen: Mapping[int, Indices]) -> Indices:
+def _looked_up(step: Step, record: Record, chosen: Mapping[int, Indices]) -> Indices:
     """The minimizer of an eliminated variable, where all others of its tables are chosen."""
     total: Array | None = None
     for table in record.tables:
-        axis = table.variables.index(record.variable)
-        numbers = np.moveaxis(table.numbers, 1 + axis, -1)
-        others = [chosen[step.moved(v)] for v in table.variables if v != record.variable]
-        own = numbers[(np.arange(numbers.shape[0]), *others)] if others else numbers
+        numbers = table.numbers
+        if len(table.variables) > 1:
+            ends = [slice(None) if v == record.variable else chosen[step.moved(v)] for v in table.variables]
+            own = numbers[(np.arange(numbers.shape[0]), *ends)]  # (problems, choices), wherever the slice is
+        else:
+            own = numbers
         total = own if total is None else total + own
     assert total is not None
     found: Indices = total.argmin(axis=1)

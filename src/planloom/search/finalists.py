@@ -18,6 +18,7 @@ from planloom.program import Program, build_program
 from planloom.search.exhaustive import Candidate
 from planloom.search.finished import plan_of
 from planloom.search.planner import Found, Planner, Ranked
+from planloom.search.processes import BestSeconds, in_processes
 from planloom.search.solutions import Solution
 from planloom.search.space import Wishes
 from planloom.search.stages import Estimate
@@ -32,6 +33,8 @@ _FAR = 1.1
 """Solutions whose estimate is so many times the fastest simulated step, and the planner's margin, are not simulated."""
 _NO_LOSS = 1.001
 """A solution this close to its bound would gain nothing from more memory."""
+_LARGE = 400
+"""Blocks of a model whose programs are worth processes of their own."""
 BatchSpec = Mapping[str, tuple[tuple[int, ...], str]]
 
 
@@ -73,20 +76,35 @@ def simulate_finalists(
     num_finalists: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> Finalists:
-    """Build and simulate the best solutions, until so many fit."""
+    """Build and simulate the best solutions, until so many fit.
+
+    They are taken in rounds of as many as are missing, so that several processes find what one would.
+    """
     fitting: list[Finalist] = []
     refused: list[tuple[str, str]] = []
-    for ranked in found.ranked:
+    waiting = list(found.ranked)
+    while waiting and len(fitting) < num_finalists:
         fastest = min((finalist.step_seconds for finalist in fitting), default=float("inf"))
-        if len(fitting) == num_finalists or ranked.seconds > (_FAR + planner.margin) * fastest:
-            break
+        missing = num_finalists - len(fitting)
+        some = [r for r in waiting[:missing] if r.seconds <= (_FAR + planner.margin) * fastest]
+        waiting = waiting[missing:] if len(some) == missing else []
         if progress is not None:
             progress(len(fitting), num_finalists)
-        try:
+
+        def fitted(ranked: Ranked, _: BestSeconds) -> tuple[int, Finalist | str]:
             tries = _TRIES if ranked is found.ranked[0] else _TRIES_OF_OTHERS
-            fitting.append(_fitted(planner, ranked, prices, batch, wishes, tries))
-        except (PlanError, LayoutError) as error:
-            refused.append((str(ranked.solution.candidate.shape), error.what))
+            place = found.ranked.index(ranked)
+            try:
+                return place, _fitted(planner, ranked, prices, batch, wishes, tries)
+            except (PlanError, LayoutError) as error:
+                return place, error.what
+
+        few = 1 if len(planner.blocks.blocks) > _LARGE else len(some)
+        for place, own in sorted(in_processes(fitted, some, BestSeconds(1), few=few), key=lambda result: result[0]):
+            if isinstance(own, str):
+                refused.append((str(found.ranked[place].solution.candidate.shape), own))
+            else:
+                fitting.append(own)
     ordered = sorted(fitting, key=lambda finalist: (finalist.step_seconds, finalist.plan.name, finalist.placement))
     return Finalists(fitting=tuple(ordered), refused=tuple(refused))
 

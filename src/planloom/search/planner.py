@@ -2,16 +2,17 @@
 
     shapes          every number of stages and every size of the axes (`space`)
       placements    and micro-batches of a shape: a batch of problems with the same tables (`tables`)
-        elimination the exact optimum of every problem without a limit of memory: its lower bound (`solutions`)
-        prices      of memory, for problems whose bound is below the best plan so far
+        bounds      the exact optimum of every problem without a limit of memory, and the pace of its heaviest piece
+    problems        of all shapes, least bound first: solved under the limit of memory (`solutions`)
+      refined       where memory binds and the bound is far from the best (`one_stage`, `pipeline_bound`)
     finalists       the best estimates, as programs, ranked by the simulator
 
-A problem is left out only where its bound is no better than the best estimate known (by more than `MARGIN`, so that
-finalists remain to choose from). The gap is that between the best estimate and the least bound of all.
+A problem is left out only where its bound is no better than the last of the best estimates that are wanted, or worse
+than the best by more than a margin. The gap is that between the best estimate and the least bound of all.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import log2, prod
@@ -24,26 +25,26 @@ from planloom.cost.efficiency import rate_of
 from planloom.graph.flops import training_flops
 from planloom.plan.checks import BATCH_DIM
 from planloom.search.network import Network, build_network
-from planloom.search.processes import SharedSeconds, in_processes
+from planloom.search.one_stage import TOLERANCE
+from planloom.search.pace import pace_bounds
+from planloom.search.processes import BestSeconds, in_processes, is_same
 from planloom.search.solutions import Solution, Solver
 from planloom.search.space import Candidate, Shape, Space, Wishes, require_pin, search_space
 from planloom.search.stages import cut_places
 from planloom.search.tables import Tables, computing_seconds
-from planloom.search.work import WorkPrices
+from planloom.search.work import Measured, WorkPrices
 from planloom.simulate.memory import given_bytes
 
 MARGIN, WIDE_MARGIN = 0.05, 0.6
-"""Problems whose bound is worse than the best estimate by more are not looked at: no finalist comes of them. Where
-there are few devices, and so little to look at, the margin is wide, so that the best others can be shown."""
+"""Problems whose bound is worse than the best estimate by more are not looked at, and solutions that are worse by
+more are no finalists. Where there are few devices, and so little to look at, the margin is wide, so that the best
+others can be shown."""
 _FEW_DEVICES = 16
 USABLE_MEMORY = 0.92
 """The share of a device's memory that a plan may fill: what remains is for the driver, for libraries and for what an
 allocator cannot use. [Assumed]"""
-_AT_ONCE = 8
-_SAME = 1e-9
-_SPLIT_GAIN = 0.95
-"""By how much smaller pieces may be faster than the whole, in the model of kernels: tiles fit by chance. [Assumed]"""
-
+_AT_ONCE = 2
+"""Problems of one shape that are solved together."""
 Progress = Callable[[str, int, int], None]
 
 
@@ -84,47 +85,53 @@ class Found:
     certificate: Certificate
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """A candidate that is not solved yet: no plan of it is faster than its bound."""
+
+    candidate: Candidate
+    bound_seconds: float
+
+
 @dataclass(eq=False, slots=True)
-class _State:
-    """The search while it goes on; `shared`: the best estimate of all processes that search."""
+class _Findings:
+    """What came of some shapes or problems."""
 
-    num_wanted: int
-    shared: "SharedSeconds"
-    margin: float = MARGIN
-    best: list[Ranked] = field(default_factory=list)
-    bound: float = float("inf")
+    solved: list[Ranked] = field(default_factory=list)
+    open: list[Problem] = field(default_factory=list)
+    closed: list[Problem] = field(default_factory=list)
+    """Those that were solved, or proven not to fit, with what their bounds became."""
     num_problems: int = 0
-    num_solved: int = 0
 
-    @property
-    def below(self) -> float:
-        """Problems whose bound is not below are left out."""
-        return self.shared.value * (1 + self.margin)
-
-    def add(self, ranked: Ranked) -> None:
-        """One more solution; of two with the same seconds, which are the same plan under other names, the first."""
-        self.shared.lower(ranked.seconds)
-        if any(abs(ranked.seconds / other.seconds - 1) < _SAME for other in self.best):
-            return
-        self.best = sorted([*self.best, ranked], key=lambda own: own.seconds)[: self.num_wanted]
-
-    def merge(self, other: "_State") -> None:
-        for ranked in other.best:
-            self.add(ranked)
-        self.bound = min(self.bound, other.bound)
+    def merge(self, other: "_Findings") -> None:
+        self.solved += other.solved
+        self.open += other.open
+        self.closed += other.closed
         self.num_problems += other.num_problems
-        self.num_solved += other.num_solved
 
 
 class Planner:
     """One model on one cluster: what all searches on it share."""
 
-    def __init__(self, blocks: BlockGraph, cluster: Cluster, *, fused: bool, by_volume: bool = False) -> None:
+    def __init__(
+        self,
+        blocks: BlockGraph,
+        cluster: Cluster,
+        *,
+        fused: bool,
+        by_volume: bool = False,
+        measured: Measured | None = None,
+    ) -> None:
         self.blocks, self.cluster = blocks, cluster
         self.network: Network = build_network(blocks)
-        self.works = WorkPrices(blocks, cluster.device, fused=fused, by_volume=by_volume)
+        self.works = WorkPrices(blocks, cluster.device, fused=fused, by_volume=by_volume, measured=measured)
         self.places = cut_places(blocks)
         self.batch = batch_size(blocks)
+
+    def with_measured(self, measured: Measured) -> "Planner":
+        """The same model and cluster, priced with what was measured."""
+        works = self.works
+        return Planner(self.blocks, self.cluster, fused=works.fused, by_volume=works.by_volume, measured=measured)
 
     def device_bytes(self, wishes: Wishes) -> float:
         """What a plan may fill of a device's memory."""
@@ -146,26 +153,42 @@ class Planner:
         started = time.perf_counter()
         wishes = wishes or Wishes()
         limit = self.limit_bytes(wishes) if limit_bytes is None else limit_bytes
-        space = self.space(wishes)
-        state = _State(num_wanted, SharedSeconds())
-        for other in in_processes(
-            lambda shape, shared: self._searched(space, shape, limit, num_wanted, shared),
-            promising_first(space.shapes, self.cluster),
-            state.shared,
+        space, best = self.space(wishes), BestSeconds(num_wanted)
+        findings = _Findings()
+        for own in in_processes(
+            lambda shape, shared: self._bounded(space, shape, limit, shared),
+            promising_first(space.shapes, self.cluster, self.batch),
+            best,
             progress=progress,
         ):
-            state.merge(other)
-        ranked = tuple(state.best)
+            findings.merge(own)
+            for ranked in own.solved:
+                best.add(ranked.seconds)
+        waiting, findings.open = _portions(findings.open), list[Problem]()
+        for own in in_processes(
+            lambda some, shared: self._solved(some, limit, wishes, shared), waiting, best, progress=progress
+        ):
+            findings.merge(own)
+            for ranked in own.solved:
+                best.add(ranked.seconds)
+        self._refine(findings, best, limit, wishes, progress)
+        bounds = [problem.bound_seconds for problem in (*findings.open, *findings.closed)]
         certificate = Certificate(
             space=space.description,
             num_shapes=len(space.shapes),
-            num_problems=state.num_problems,
-            num_solved=state.num_solved,
-            best_seconds=state.shared.value,
-            bound_seconds=min(state.bound, state.shared.value),
+            num_problems=findings.num_problems,
+            num_solved=len(findings.closed),
+            best_seconds=best.least,
+            bound_seconds=min([best.least, *bounds]),
             search_seconds=time.perf_counter() - started,
         )
-        return Found(ranked=ranked, certificate=certificate)
+        return Found(
+            ranked=_distinct(findings.solved, best.least * (1 + self.margin))[:num_wanted], certificate=certificate
+        )
+
+    def _below(self, best: BestSeconds) -> float:
+        """Problems whose bound is not below are left out."""
+        return min(best.least * (1 + self.margin), best.last)
 
     @property
     def margin(self) -> float:
@@ -187,29 +210,114 @@ class Planner:
         tables = self.tables([candidate], wishes)
         return Solver(tables, self.places, limit_bytes=limit_bytes, recompute=wishes.recompute)
 
-    def _searched(self, space: Space, shape: Shape, limit: float, num_wanted: int, shared: SharedSeconds) -> "_State":
-        """One shape on all its placements, with all numbers of micro-batches that may be worth it."""
-        state = _State(num_wanted, shared, self.margin)
-        some = [m for m in space.micro_batches if self.least_seconds(shape.num_stages, m) < state.below]
+    def _bounded(self, space: Space, shape: Shape, limit: float, best: BestSeconds) -> _Findings:
+        """Bounds of a shape on all its placements, with all numbers of micro-batches that may be worth it; and its
+        best problem solved, where it may be better than all so far: so that other shapes have something to beat."""
+        some = [m for m in space.micro_batches if self.least_seconds(shape.num_stages, m) < self._below(best)]
         bounds = computing_seconds(self.network, self.works, shape, space.wishes, some)
-        worthwhile = [m for m, bound in zip(some, bounds, strict=True) if bound < state.below]
+        worthwhile = [m for m, bound in zip(some, bounds, strict=True) if bound < self._below(best)]
         candidates = [
             Candidate(shape=shape, placement=placement, num_micro=num_micro)
             for placement in space.placements(self.cluster, shape)
             for num_micro in worthwhile
         ]
-        state.num_problems = len(candidates)
-        if candidates:
-            tables = self.tables(candidates, space.wishes)
-            if tables.is_possible:
-                self._solve(Solver(tables, self.places, limit_bytes=limit, recompute=space.wishes.recompute), state)
-        return state
+        findings = _Findings(num_problems=len(candidates))
+        if not candidates:
+            return findings
+        tables = self.tables(candidates, space.wishes)
+        if not tables.is_possible:
+            return findings
+        solver = Solver(tables, self.places, limit_bytes=limit, recompute=space.wishes.recompute)
+        solver.bounds = np.maximum(solver.bounds, pace_bounds(tables, self.places, solver.bounds))
+        order = [int(g) for g in np.argsort(solver.bounds, kind="stable") if np.isfinite(solver.bounds[g])]
+        first = [g for g in order[:1] if solver.bounds[g] < best.least]
+        self._solve(solver, first, best, findings)
+        findings.open = [
+            Problem(candidate=candidates[g], bound_seconds=float(solver.bounds[g])) for g in order[len(first) :]
+        ]
+        return findings
+
+    def _solved(self, problems: "Sequence[Problem]", limit: float, wishes: Wishes, best: BestSeconds) -> _Findings:
+        """Some problems of one shape, under the limit of memory."""
+        findings = _Findings()
+        left = [problem for problem in problems if problem.bound_seconds < self._below(best)]
+        findings.open = [problem for problem in problems if problem not in left]
+        if left:
+            tables = self.tables([problem.candidate for problem in left], wishes)
+            solver = Solver(tables, self.places, limit_bytes=limit, recompute=wishes.recompute)
+            solver.bounds = np.maximum(solver.bounds, [problem.bound_seconds for problem in left])
+            self._solve(solver, list(range(len(left))), best, findings)
+        return findings
+
+    def _solve(self, solver: Solver, problems: Sequence[int], best: BestSeconds, findings: _Findings) -> None:
+        if not problems:
+            return
+        for solution in solver.solve(problems, below=self._below(best)):
+            best.add(solution.estimate.step_seconds)
+            findings.solved.append(Ranked(solution=solution, limit_bytes=solver.limit_bytes))
+        findings.closed += [
+            Problem(candidate=solver.tables.candidates[g], bound_seconds=float(solver.bounds[g])) for g in problems
+        ]
+
+    def _refine(
+        self, findings: _Findings, best: BestSeconds, limit: float, wishes: Wishes, progress: Progress | None
+    ) -> None:
+        """Closer bounds, and better solutions, of solved problems that may be better than the best by more than
+        `TOLERANCE`: where memory binds, the row of prices leaves something open."""
+        wanted = [problem for problem in findings.closed if problem.bound_seconds < (1 - TOLERANCE) * best.least]
+        if not wanted:
+            return
+        known = {own.solution.candidate: own for own in findings.solved}
+        portions = _portions(wanted)
+        for own in in_processes(
+            lambda some, shared: self._refined(some, known, limit, wishes, shared), portions, best, progress=progress
+        ):
+            refined = {problem.candidate for problem in own.closed}
+            findings.closed = [problem for problem in findings.closed if problem.candidate not in refined]
+            better = {ranked.solution.candidate for ranked in own.solved}
+            findings.solved = [ranked for ranked in findings.solved if ranked.solution.candidate not in better]
+            findings.merge(own)
+            for ranked in own.solved:
+                best.add(ranked.seconds)
+
+    def _refined(
+        self,
+        problems: "Sequence[Problem]",
+        known: Mapping[Candidate, Ranked],
+        limit: float,
+        wishes: Wishes,
+        best: BestSeconds,
+    ) -> _Findings:
+        """Some problems of one shape, those with the least bounds first."""
+        findings = _Findings()
+        tables = self.tables([problem.candidate for problem in problems], wishes)
+        solver = Solver(tables, self.places, limit_bytes=limit, recompute=wishes.recompute)
+        solver.bounds = np.maximum(solver.bounds, [problem.bound_seconds for problem in problems])
+        enough = float("inf")  # no bound need be better than the worst that cannot be helped
+        while True:
+            g = int(solver.bounds.argmin())
+            enough = min(enough, (1 - TOLERANCE) * best.least)
+            if solver.bounds[g] >= enough or not np.isfinite(solver.bounds[g]):
+                break
+            before = known.get(problems[g].candidate)
+            solution = before.solution if before is not None else None
+            found = solver.refined(g, solution, below=best.least, enough=enough)
+            if found is not None and found is not solution:
+                best.add(found.estimate.step_seconds)
+                findings.solved.append(Ranked(solution=found, limit_bytes=limit))
+            enough = min(enough, float(solver.bounds[g]))
+        findings.closed = [
+            Problem(candidate=problem.candidate, bound_seconds=float(bound))
+            for problem, bound in zip(problems, solver.bounds, strict=True)
+        ]
+        return findings
 
     def least_seconds(self, num_stages: int, num_micro: int) -> float:
-        """A bound on every plan with these numbers: all computation, perfectly divided, and the bubble."""
-        if self.works.by_volume:
+        """A bound on every plan with these numbers: all operations at the peak rate, perfectly divided, and the bubble.
+        What was measured may be faster than a peak rate that a file states: then there is no such bound."""
+        if self.works.by_volume or self.works.measured.figures:
             return 0.0
-        ideal = max(self._peak_seconds, _SPLIT_GAIN * self._whole_seconds) / self.cluster.num_devices
+        ideal = self._peak_seconds / self.cluster.num_devices
         return ideal * (num_micro + num_stages - 1) / num_micro
 
     @cached_property
@@ -217,45 +325,41 @@ class Planner:
         """All floating-point operations on one device at its peak rate."""
         return training_flops(self.blocks.graph, counting="causal") / self._rate
 
-    @cached_property
-    def _whole_seconds(self) -> float:
-        """All blocks on one device, whole: no split makes a block's operations faster by themselves."""
-        total = 0.0
-        for key, numbers, _ in self.network.places_of_keys:
-            variable = self.network.representatives[key]
-            if not variable.tensor:
-                block = self.blocks.blocks[variable.block]
-                work = self.works.work(block, (1,) * len(block.dims))
-                total += len(numbers) * (work.forward_seconds + work.backward_seconds)
-        return total
-
     @property
     def _rate(self) -> float:
         graph = self.blocks.graph
         return max(rate_of(self.cluster.device, graph.tensors[name].dtype) for name in graph.parameters)
 
-    def _solve(self, solver: Solver, state: _State) -> None:
-        """Problems in the order of their bounds, until these are no better than what is known."""
-        order = [int(g) for g in np.argsort(solver.bounds) if np.isfinite(solver.bounds[g])]
-        for start in range(0, len(order), _AT_ONCE):
-            some = order[start : start + _AT_ONCE]
-            if solver.bounds[some[0]] >= state.below:
-                break
-            found = solver.solve(some, below=state.below)
-            state.num_solved += len(some)
-            for solution in found:
-                state.add(Ranked(solution=solution, limit_bytes=solver.limit_bytes))
-        if order:
-            state.bound = min(state.bound, float(solver.bounds[order].min()))
+
+def _portions(problems: Sequence[Problem]) -> list[tuple[Problem, ...]]:
+    """Problems of one shape together, a few at a time; those with the least bounds first."""
+    by_shape: dict[Shape, list[Problem]] = {}
+    for problem in sorted(problems, key=lambda own: own.bound_seconds):
+        by_shape.setdefault(problem.candidate.shape, []).append(problem)
+    found = [tuple(own[i : i + _AT_ONCE]) for own in by_shape.values() for i in range(0, len(own), _AT_ONCE)]
+    return sorted(found, key=lambda own: own[0].bound_seconds)
 
 
-def promising_first(shapes: Sequence[Shape], cluster: Cluster) -> list[Shape]:
-    """Those with one free axis, about as large as a node, before the others: the better the first, the less is left."""
-    inside = log2(max(2, cluster.level_counts[-1]))
+def _distinct(solved: Sequence[Ranked], limit: float) -> tuple[Ranked, ...]:
+    """Those up to the limit, best first; of several with the same seconds, which are one plan under several names, the
+    first."""
+    found: list[Ranked] = []
+    for ranked in sorted(solved, key=lambda own: own.seconds):
+        if ranked.seconds <= limit and not (found and is_same(found[-1].seconds, ranked.seconds)):
+            found.append(ranked)
+    return tuple(found)
+
+
+def promising_first(shapes: Sequence[Shape], cluster: Cluster, batch: int) -> list[Shape]:
+    """Those whose free axes have about as many devices as a node first, or as many as the batch is too small for: the
+    better the first, the less is left. Four micro-batches a stage make a small bubble."""
+    node = max(2, cluster.level_counts[-1])
+    free = log2(max(node, 4 * cluster.num_devices / batch))
+    wanted = 2 if free > log2(node) else 1
 
     def rank(shape: Shape) -> tuple[float, ...]:
-        free = [n for n, kind in zip(shape.sizes, shape.kinds, strict=True) if kind == "free"]
-        return (max(0, len(free) - 1), abs(log2(prod(free)) - inside), abs(log2(shape.num_stages) - inside / 2))
+        sizes = [n for n, kind in zip(shape.sizes, shape.kinds, strict=True) if kind == "free"]
+        return (abs(log2(prod(sizes)) - free), abs(len(sizes) - wanted), abs(log2(shape.num_stages) - free / 2))
 
     return sorted(shapes, key=rank)
 

@@ -23,50 +23,86 @@ _PATIENCE_SECONDS = 600.0
 """A process that says nothing for so long is taken to hang."""
 
 
-class SharedSeconds:
-    """The least number of seconds that any process has found."""
+_SAME = 1e-9
+"""Of two numbers of seconds that differ by less than this share, one is kept: the same plan under another name."""
 
-    def __init__(self, context: ForkContext | None = None) -> None:
-        self._cell: Any = context.Value("d", float("inf")) if context is not None else None
-        self._own = float("inf")
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_cell": None, "_own": self.value}  # what goes to another process is a number
+class BestSeconds:
+    """The least numbers of seconds that any process has found, so many of them as are wanted."""
+
+    def __init__(self, num_wanted: int, context: ForkContext | None = None) -> None:
+        self.num_wanted = num_wanted
+        self._cells: Any = context.Array("d", [float("inf")] * num_wanted) if context is not None else None
+        self._own = [float("inf")] * num_wanted
 
     @property
-    def value(self) -> float:
-        return min(self._own, float(self._cell.value)) if self._cell is not None else self._own
+    def values(self) -> list[float]:
+        return list(self._cells) if self._cells is not None else list(self._own)
 
-    def lower(self, seconds: float) -> None:
-        self._own = min(self._own, seconds)
-        if self._cell is not None:
-            with self._cell.get_lock():
-                self._cell.value = min(self._cell.value, seconds)
+    @property
+    def least(self) -> float:
+        return self.values[0]
+
+    @property
+    def last(self) -> float:
+        """What is not below this is none of the best; infinite until there are as many as wanted."""
+        return self.values[-1]
+
+    def add(self, seconds: float) -> None:
+        if self._cells is None:
+            self._own = _with(self._own, seconds)
+            return
+        with self._cells.get_lock():
+            self._cells[:] = _with(list(self._cells), seconds)
+
+    def shared(self, context: ForkContext) -> "BestSeconds":
+        """The same numbers where several processes see and change them."""
+        found = BestSeconds(self.num_wanted, context)
+        for seconds in self.values:
+            found.add(seconds)
+        return found
+
+
+def is_same(one: float, other: float) -> bool:
+    """Are two estimates those of one plan under two names?"""
+    return abs(one - other) <= _SAME * one
+
+
+def _with(values: list[float], seconds: float) -> list[float]:
+    if any(value < float("inf") and is_same(value, seconds) for value in values):
+        return values
+    return sorted([*values, seconds])[: len(values)]
 
 
 def in_processes(
-    work: Callable[[Item, SharedSeconds], Result],
+    work: Callable[[Item, BestSeconds], Result],
     items: Sequence[Item],
-    shared: SharedSeconds,
+    best: BestSeconds,
     *,
     progress: Progress | None = None,
+    few: int = _FEW,
 ) -> Iterator[Result]:
-    """The results of all items, in any order."""
+    """The results of all items, in any order; `best` is what is known before, and all processes see what is
+    added. Up to `few` items are not worth another process."""
     count = min(os.cpu_count() or 1, len(items))
-    if count < 2 or len(items) <= _FEW or "fork" not in multiprocessing.get_all_start_methods():
+    if count < 2 or len(items) <= few or "fork" not in multiprocessing.get_all_start_methods():
         for i, item in enumerate(items):
             if progress is not None:
                 progress(str(item), i, len(items))
-            yield work(item, shared)
+            yield work(item, best)
         return
-    yield from _forked(work, items, count, progress)
+    yield from _forked(work, items, count, best, progress)
 
 
 def _forked(
-    work: Callable[[Item, SharedSeconds], Result], items: Sequence[Item], count: int, progress: Progress | None
+    work: Callable[[Item, BestSeconds], Result],
+    items: Sequence[Item],
+    count: int,
+    best: BestSeconds,
+    progress: Progress | None,
 ) -> Iterator[Result]:
     context = multiprocessing.get_context("fork")
-    shared, following = SharedSeconds(context), context.Value("i", 0)
+    shared, following = best.shared(context), context.Value("i", 0)
 
     def serve(out: Connection) -> None:
         while True:

@@ -17,6 +17,9 @@ import numpy as np
 from planloom.search.conversions import Array
 from planloom.search.elimination import Indices, largest_table, minimize
 from planloom.search.figures import Choice, block_figures, exchange_seconds, with_best_junctions
+from planloom.search.one_stage import TOLERANCE, best_of_one_stage
+from planloom.search.pipeline_bound import Multipliers, PipelineBound
+from planloom.search.settled import settled_tables
 from planloom.search.space import Candidate
 from planloom.search.stages import Estimate, Packing, estimate_stages, kept_micro_batches, pack_stages
 from planloom.search.tables import Costs, Tables
@@ -30,7 +33,7 @@ _MAX_NUMBERS = 1_000_000
 """In the largest table of problems that are solved at once: 8 MB, about what a processor's cache holds."""
 _ROOMS = (1.0, 0.99, 0.97, 0.93)
 """Shares of the room that are tried where options meet and hold more between them than each by itself."""
-_ROUNDS, _FINER = 2, 4
+_ROUNDS, _FINER = 1, 4
 """Rounds of finer prices between two that were taken, and how many of them."""
 
 
@@ -56,6 +59,8 @@ class Solver:
         self.kept = np.minimum(self.num_stages, tables.num_micro).astype(float)
         one = tables.costs(np.zeros(1), np.zeros(1), np.array([0]), recompute=recompute)
         self._portion = max(1, _MAX_NUMBERS // largest_table(one.segments, one.sizes))
+        self._segment_starts = [segment.variables[0].block for segment in tables.network.chain]
+        self._multipliers: Multipliers | None = None
         everything = np.arange(len(tables.candidates))
         self._totals = self._least(everything)
         """J of every problem where memory costs nothing."""
@@ -83,6 +88,52 @@ class Solver:
         other.limits, other.bounds = np.array(limits), self.bounds.copy()
         found = other.solve([self.tables.candidates.index(solution.candidate)], below=np.inf)
         return found[0] if found else None
+
+    def refined(
+        self, g: int, solution: Solution | None, *, below: float = np.inf, enough: float = np.inf
+    ) -> Solution | None:
+        """A better solution of a problem, and a bound that is close to it, or to `below`; None if there is none. A
+        bound of `enough` need not be improved."""
+        if not np.isfinite(self._totals[g]):
+            return solution
+        known = min(below, solution.estimate.step_seconds) if solution is not None else below
+        tables = settled_tables(self.tables, g)
+        if self.num_stages > 1:
+            self.bounds[g] = max(self.bounds[g], self._pipeline_bound(g, tables, known, enough))
+        else:
+            found = best_of_one_stage(tables, 0, float(self.limits[0]), recompute=self.recompute, known_seconds=known)
+            self.bounds[g] = max(self.bounds[g], found.bound_seconds)
+            if found.choice is not None:
+                everything = Packing(first_blocks=(0,), options=(0,) * len(self.tables.network.blocks.blocks))
+                solution = self._solution(g, [found.choice], everything)
+        if solution is None:
+            return None
+        return replace(solution, bound_seconds=min(float(self.bounds[g]), solution.estimate.step_seconds))
+
+    def _pipeline_bound(self, g: int, tables: Tables, known: float, enough: float) -> float:
+        """With multipliers that were good for another problem of the batch, or else with its own."""
+        bound = PipelineBound(
+            tables, 0, self.places, self.limits.tolist(), known_seconds=known, recompute=self.recompute
+        )
+        best = bound.at(self._multipliers).seconds if self._multipliers is not None else 0.0
+        if best >= min(enough, (1 - TOLERANCE) * known):
+            return best
+        counts = sorted({float(k) for k in kept_micro_batches(self.num_stages, int(tables.num_micro[0]))})
+        scale = float(self._totals[g]) / (self.num_stages * self.limit_bytes)
+        rows = [(scale * price, k) for k in {counts[0], counts[len(counts) // 2], counts[-1]} for price in _PRICES]
+        rows.append((0.0, counts[0]))
+        costs = tables.costs(
+            np.array([price for price, _ in rows]), np.array([k for _, k in rows]), np.zeros(len(rows), dtype=np.intp),
+            recompute=self.recompute,
+        )  # fmt: skip
+        found = _Minimized.of(costs)
+        choices = _distinct({float(i): found.choice(i) for i in range(len(rows))}).values()
+        multipliers = bound.multipliers([block_figures(tables, 0, self._settled(g, choice)) for choice in choices])
+        if multipliers is None:
+            return best
+        found_bound = bound.at(multipliers)
+        self._multipliers = replace(multipliers, cut=found_bound.cut)
+        return max(best, found_bound.seconds)
 
     def smallest(self, g: int, price: float) -> Choice:
         """The solution for one price of memory, in shares of that at which all memory costs as much as the step."""
@@ -168,13 +219,17 @@ class Solver:
         """The best packing; with less room than there is, if what lies between different options needs some."""
         figures = [block_figures(self.tables, g, self._settled(g, choice)) for choice in options]
         num_micro = self.tables.candidates[g].num_micro
-        packing = None
-        for share in _ROOMS if len(options) > 1 else _ROOMS[:1]:
-            packing = pack_stages(figures, self.places, num_micro, [float(share * limit) for limit in self.limits])
-            solution = self._solution(g, options, packing) if packing is not None else None
-            if packing is None or solution is not None:
-                return packing, solution
-        return packing, None
+        found: Packing | None = None
+        for switches in (self._segment_starts, None):  # None: a segment that is cut may have two options
+            for share in _ROOMS if len(options) > 1 else _ROOMS[:1]:
+                limits = [float(share * limit) for limit in self.limits]
+                packing = pack_stages(figures, self.places, num_micro, limits, switches)
+                if packing is None:
+                    break
+                found, solution = packing, self._solution(g, options, packing)
+                if solution is not None:
+                    return found, solution
+        return found, None
 
     def _settled(self, g: int, choice: Choice) -> Choice:
         return replace(choice, variables=with_best_junctions(self.tables, g, choice.variables))

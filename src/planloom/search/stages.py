@@ -8,9 +8,11 @@ micro-batches and one-forward-one-backward,
 the first micro-batch passes all stages, the others follow at the pace of the slowest. Stage s keeps the activations of
 min(p - s, m) micro-batches, so the first stages are the ones that lack memory.
 
-Every block comes with several *options*, from fast and large to slow and small: the solutions for a row of prices of
-memory. A stage takes an option for its first blocks and the next one for the others. For a pace every stage takes as
-many blocks as fit into its time and memory; the least pace at which all blocks are taken is found by bisection.
+Every block comes with several *options*, from fast and large to slow and small: the solutions for a row of prices
+of memory. A stage takes one option for its first segments and another, smaller one for the others; a segment that
+is cut has the same option in both stages, since it is recomputed as a whole. For a pace every stage takes as many
+blocks as fit into its time and memory, the peak being that of the blocks that are in it; the least pace at which
+all blocks are taken is found by bisection.
 
 For any cut, max ≥ mean gives  step ≥ (Σ_s ((m + p - 1) μ_s + σ_s)) / p: the bound that the search prunes with.
 """
@@ -24,7 +26,7 @@ from numpy.typing import NDArray
 from planloom.blocks import BlockGraph
 from planloom.search.conversions import Array
 
-_BISECTIONS, _CLOSE = 30, 1e-4
+_BISECTIONS, _CLOSE = 30, 3e-4
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -101,14 +103,18 @@ class Packing:
 
 
 def pack_stages(
-    options: Sequence[BlockFigures], places: Sequence[int], num_micro: int, limits: Sequence[float]
+    options: Sequence[BlockFigures],
+    places: Sequence[int],
+    num_micro: int,
+    limits: Sequence[float],
+    switches: Sequence[int] | None = None,
 ) -> Packing | None:
     """The cut and the options with the least pace; None if nothing fits into memory. `limits`: bytes, stage by
-    stage."""
+    stage; `switches`: the places at which a segment begins, and with it another option may (None: all of them)."""
     count, num_stages = len(options[0].micro_seconds), len(limits)
     if len(places) + 1 < num_stages:
         return None
-    packer = _Packer(options, np.array([0, *places, count]), num_micro, limits)
+    packer = _Packer(options, np.array([0, *places, count]), num_micro, limits, switches)
     slowest = max(float(time[-1]) for time in packer.time)
     best = packer.pack(slowest)
     if best is None:
@@ -128,9 +134,11 @@ def pack_stages(
 
 @dataclass(frozen=True, slots=True)
 class _Reach:
-    """How far a stage gets: it takes option `first` up to `switch` and option `second` from there, up to `stop`."""
+    """How far a stage gets, `stop`: with an option that is given up to `begin` (the rest of a segment that was cut),
+    option `first` up to `switch` and option `second` from there."""
 
     stop: int
+    begin: int
     first: int
     second: int
     switch: int
@@ -145,6 +153,7 @@ class _Packer:
         edges: NDArray[np.intp],
         num_micro: int,
         limits: Sequence[float],
+        switches: Sequence[int] | None,
     ) -> None:
         num_stages = len(limits)
         self.edges, self.limits, self.kept = edges, limits, kept_micro_batches(num_stages, num_micro)
@@ -152,63 +161,110 @@ class _Packer:
         self.time = [_sums(o.micro_seconds + o.step_seconds / weight, edges) for o in options]
         self.stored = [_sums(o.stored_bytes, edges) for o in options]
         self.saved = [_sums(o.saved_bytes, edges) for o in options]
-        self.peak = [float(o.peak_bytes.max()) for o in options]
+        self.peak = [np.maximum.reduceat(o.peak_bytes, edges[:-1]) for o in options]
         self._sums_held: dict[tuple[int, int], Array] = {}
+        allowed = np.ones(len(edges), dtype=bool) if switches is None else np.isin(edges, np.array([0, *switches]))
+        allowed[-1] = True
+        self.switches = np.flatnonzero(allowed)
+        """Edges at which an option may begin."""
 
     def pack(self, pace: float) -> Packing | None:
         """Stages that take as much as they can; None if something is left over."""
-        at, last, first_edges = 0, len(self.edges) - 1, []
+        at, last, first_edges, given = 0, len(self.edges) - 1, [], 0
         taken = np.zeros(int(self.edges[-1]), dtype=np.intp)
         for s, kept in enumerate(self.kept):
             limit = last - (len(self.kept) - s - 1)  # one for each stage that comes
-            reach = self._farthest(at, kept, self.limits[s], pace, limit)
+            reach = self._farthest(at, given, kept, self.limits[s], pace, limit)
             if reach is None or reach.stop <= at:
                 return None
             first_edges.append(at)
-            taken[self.edges[at] : self.edges[reach.switch]] = reach.first
-            taken[self.edges[reach.switch] : self.edges[reach.stop]] = reach.second
-            at = reach.stop
+            for option, low, high in (
+                (given, at, reach.begin), (reach.first, reach.begin, reach.switch),
+                (reach.second, reach.switch, reach.stop),
+            ):  # fmt: skip
+                taken[self.edges[low] : self.edges[high]] = option
+            at, given = reach.stop, int(taken[self.edges[reach.stop] - 1])
         if at < last:
             return None
         return Packing(
             first_blocks=tuple(int(self.edges[i]) for i in first_edges), options=tuple(int(i) for i in taken)
         )
 
-    def _farthest(self, at: int, kept: int, num_bytes: float, pace: float, limit: int) -> _Reach | None:
-        best: _Reach | None = None
+    def _farthest(self, at: int, given: int, kept: int, num_bytes: float, pace: float, limit: int) -> _Reach | None:
+        """The stage that gets farthest; of equal ones the one with the faster options."""
+        begin = min(int(self.switches[self.switches.searchsorted(at)]), limit)
+        start = self._Start(pace * (1 + 1e-12), num_bytes, 0.0)
+        if begin > at:
+            stop, left = self._run(start, given, kept, at, begin)
+            if stop < begin or stop == limit:
+                return _Reach(stop, stop, given, given, stop)
+            start = left
+        best: _Reach | None = None if begin == at else _Reach(begin, begin, given, given, begin)
         for first in range(len(self.time)):
-            for second in (first, first + 1):
-                if second < len(self.time):
-                    room = num_bytes - max(self.peak[first], self.peak[second])
-                    found = self._reach(at, kept, room, pace, limit, first, second)
-                    if found is not None and (best is None or found.stop > best.stop):
-                        best = found
+            found = self._reach(start, begin, kept, limit, first)
+            if found is not None and (best is None or found.stop > best.stop):
+                best = found
             if best is not None and best.stop == limit:
                 break  # options are sorted by speed: this is the fastest that gets there
         return best
 
-    def _reach(
-        self, at: int, kept: int, room: float, pace: float, limit: int, first: int, second: int
-    ) -> _Reach | None:
-        """How far one option, and from some edge on another, get within time and memory."""
-        held = self._held(first, kept)
-        time, within = self.time[first], pace * (1 + 1e-12)
-        farthest = min(_last(time, time[at] + within), _last(held, held[at] + room), limit)
-        if farthest < at or room < 0:
-            return None
-        if first == second:
-            return _Reach(farthest, first, second, at)
-        switches = np.arange(at, farthest + 1)
-        time_left = within - (time[at : farthest + 1] - time[at])
-        room_left = room - (held[at : farthest + 1] - held[at])
-        time, held = self.time[second], self._held(second, kept)
-        stops = np.minimum(
-            time.searchsorted(time[at : farthest + 1] + time_left, side="right"),
-            held.searchsorted(held[at : farthest + 1] + room_left, side="right"),
+    @dataclass(frozen=True, slots=True)
+    class _Start:
+        """What is left of a stage's time and memory, and the peak so far."""
+
+        seconds: float
+        num_bytes: float
+        peak: float
+
+    def _run(self, start: "_Start", option: int, kept: int, at: int, limit: int) -> tuple[int, "_Start"]:
+        """How far one option gets from an edge on, and what is left there."""
+        time, held = self.time[option], self._held(option, kept)
+        farthest = min(
+            _last(time, time[at] + start.seconds), _last(held, held[at] + start.num_bytes - start.peak), limit
         )
-        stops = np.minimum(stops - 1, limit)
-        i = len(stops) - 1 - int(stops[::-1].argmax())  # the latest switch: as much of the faster one as possible
-        return _Reach(int(stops[i]), first, second, int(switches[i]))
+        if farthest <= at:
+            return at, start
+        peaks = np.maximum(np.maximum.accumulate(self.peak[option][at:farthest]), start.peak)
+        fits = held[at + 1 : farthest + 1] - held[at] + peaks <= start.num_bytes
+        count = int(fits.sum())  # what is held only grows
+        if not count:
+            return at, start
+        stop = at + count
+        return stop, self._Start(
+            start.seconds - float(time[stop] - time[at]),
+            start.num_bytes - float(held[stop] - held[at]),
+            float(peaks[count - 1]),
+        )
+
+    def _reach(self, start: "_Start", at: int, kept: int, limit: int, first: int) -> _Reach | None:
+        """How far an option, and from some switch on a smaller one, get within time and memory."""
+        alone, _ = self._run(start, first, kept, at, limit)
+        best = _Reach(alone, at, first, first, alone) if alone > at else None
+        if alone == limit:
+            return best
+        low = int(self.switches.searchsorted(at))
+        switches = self.switches[low : int(self.switches.searchsorted(min(alone, limit - 1), side="right"))]
+        if not len(switches):
+            return best
+        time, held = self.time[first], self._held(first, kept)
+        seconds, num_bytes = start.seconds - (time[switches] - time[at]), start.num_bytes - (held[switches] - held[at])
+        peaks = np.maximum(np.maximum.accumulate(np.append(0.0, self.peak[first][at:alone])), start.peak)[switches - at]
+        for second in range(first + 1, len(self.time)):
+            time, held = self.time[second], self._held(second, kept)
+            stops = np.minimum(
+                time.searchsorted(time[switches] + seconds, side="right"),
+                held.searchsorted(held[switches] + num_bytes - peaks, side="right"),
+            )
+            stops = np.minimum(stops - 1, limit)  # if its own peak is no larger
+            for i in np.lexsort((-switches, -stops)).tolist():
+                # the latest switch of equal ones: as much of the faster option as possible
+                if stops[i] <= (best.stop if best is not None else at):
+                    break
+                left = self._Start(float(seconds[i]), float(num_bytes[i]), float(peaks[i]))
+                stop, _ = self._run(left, second, kept, int(switches[i]), limit)
+                if stop > (best.stop if best is not None else at):
+                    best = _Reach(stop, at, first, second, int(switches[i]))
+        return best
 
     def _held(self, option: int, kept: int) -> Array:
         """Bytes up to every edge, with so many micro-batches kept."""

@@ -29,7 +29,7 @@ from planloom.search.network import ChainSegment, Edge, Key, Network, Variable
 from planloom.search.parameters import ParameterTables, parameter_tables, storage_options
 from planloom.search.space import STAGES, Candidate, Shape, Wishes
 from planloom.search.strategies import Rows, Strategies, block_strategies, boundary_states, junction_layouts, split_of
-from planloom.search.work import Kept, WorkPrices
+from planloom.search.work import WorkPrices
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -94,7 +94,7 @@ class Tables:
         self.mesh = _mesh(cluster, shape, candidates, by_volume=works.by_volume)
         self.options = storage_options(len(shape.sizes), wishes.storage)
         self._wishes = wishes
-        self._kept: dict[int, Kept] = {}
+        self._own: dict[object, tuple[Array, Array, Array, Array, ParameterTables | None]] = {}
         self.strategies: dict[Key, Strategies] = {}
         self.layouts: dict[Key, Rows] = {}
         self.unary: dict[Key, UnaryTables] = {}
@@ -146,24 +146,10 @@ class Tables:
 
     def _block(self, variable: Variable) -> UnaryTables:
         block, strategies = self.network.blocks.blocks[variable.block], self.strategies[variable.key]
-        distinct, where = np.unique(strategies.pieces, axis=0, return_inverse=True)
-        shape = (len(self.candidates), len(distinct))
-        figures = np.full((4, *shape), np.inf)
-        by_micro = {m: works_of(self.works, block, distinct, m) for m in dict.fromkeys(self.num_micro.tolist())}
-        for g, micro in enumerate(self.num_micro.tolist()):
-            figures[:, g] = by_micro[micro]
-        forward, backward, saved, peak = (figures[i][:, where.reshape(-1)] for i in range(4))
+        forward, backward, saved, peak, parameters = self._own_tables(block, strategies)
         for tensor in self._counted(block):
             states = boundary_states(self.graph, block, strategies, tensor)
             saved = saved + self._local_bytes(tensor, states, block)
-        parameters = None
-        if block.parameters:
-            tables = parameter_tables(
-                self.network.blocks, block, strategies, self.mesh, self.options,
-                np.where(np.isfinite(forward), forward, 0.0), np.where(np.isfinite(backward), backward, 0.0),
-                self.num_micro,
-            )  # fmt: skip
-            parameters = tables
         return UnaryTables(
             forward=forward,
             backward=backward,
@@ -173,6 +159,38 @@ class Tables:
             parameters=parameters,
         )
 
+    def _own_tables(
+        self, block: Block, strategies: Strategies
+    ) -> tuple[Array, Array, Array, Array, ParameterTables | None]:
+        """What does not depend on a block's neighbours: once for all blocks with equal work and strategies."""
+        blocks = self.network.blocks
+        parameters_key = tuple(
+            (
+                self.graph.tensors[name].sizes,
+                len(blocks.consumers[name]) == 1,
+                *(d.shards.get(name) for d in block.dims),
+            )
+            for name in block.parameters
+        )
+        key = (self.works.class_of(block), strategies.dims.tobytes(), parameters_key)
+        if key in self._own:
+            return self._own[key]
+        distinct, where = np.unique(strategies.pieces, axis=0, return_inverse=True)
+        figures = np.full((4, len(self.candidates), len(distinct)), np.inf)
+        by_micro = {m: works_of(self.works, block, distinct, m) for m in dict.fromkeys(self.num_micro.tolist())}
+        for g, micro in enumerate(self.num_micro.tolist()):
+            figures[:, g] = by_micro[micro]
+        forward, backward, saved, peak = (figures[i][:, where.reshape(-1)] for i in range(4))
+        parameters = None
+        if block.parameters:
+            parameters = parameter_tables(
+                blocks, block, strategies, self.mesh, self.options,
+                np.where(np.isfinite(forward), forward, 0.0), np.where(np.isfinite(backward), backward, 0.0),
+                self.num_micro,
+            )  # fmt: skip
+        self._own[key] = (forward, backward, saved, peak, parameters)
+        return self._own[key]
+
     def _leaving_bytes(self, variable: Variable) -> Array:
         producer = self.network.blocks.blocks[variable.block]
         total = np.zeros((len(self.candidates), self.num_choices(variable.key)))
@@ -180,20 +198,15 @@ class Tables:
             total = total + self._local_bytes(tensor, self._read_states(variable, tensor), producer)
         return total
 
-    def kept(self, block: Block) -> Kept:
-        if block.index not in self._kept:
-            self._kept[block.index] = self.works.kept(block)
-        return self._kept[block.index]
-
     def _counted(self, block: Block) -> list[str]:
         """The tensors whose kept bytes count with this block: outputs that it keeps, and inputs that nobody else
         does."""
-        kept, blocks = self.kept(block), self.network.blocks
+        kept, blocks = self.works.kept(block), self.network.blocks
         own = [tensor for tensor in block.outputs if tensor in kept.outputs]
         for tensor in block.inputs:
             producer = blocks.blocks[blocks.producer[tensor]]
             is_only = len(blocks.consumers[tensor]) == 1
-            if tensor in kept.inputs and is_only and tensor not in self.kept(producer).outputs:
+            if tensor in kept.inputs and is_only and tensor not in self.works.kept(producer).outputs:
                 own.append(tensor)
         return own
 
@@ -203,9 +216,9 @@ class Tables:
         producer = blocks.blocks[variable.block]
         zeros = np.zeros((len(self.candidates), len(rows)))
         readers = [blocks.blocks[reader.block] for reader in self._readers(variable)]
-        is_kept = any(variable.tensor in self.kept(reader).inputs for reader in readers)
+        is_kept = any(variable.tensor in self.works.kept(reader).inputs for reader in readers)
         saved = zeros
-        if is_kept and variable.tensor not in self.kept(producer).outputs:
+        if is_kept and variable.tensor not in self.works.kept(producer).outputs:
             saved = self._local_bytes(variable.tensor, rows, producer)
         return UnaryTables(
             forward=zeros,
@@ -283,13 +296,15 @@ class Tables:
         problems: Indices,
         *,
         recompute: bool = False,
+        most_peak: Array | None = None,
     ) -> Costs:
         """The sum J of some problems, for a price of memory and a number of micro-batches kept, one number a problem.
 
-        `recompute`: as an alternative, where allowed.
+        `recompute`: as an alternative, where allowed. `most_peak`: choices with a larger peak are forbidden.
         """
         network = self.network
-        weighed = self._weighed(price_of_memory, kept_micro, problems, recompute=recompute)
+        peaks = np.full(len(problems), np.inf) if most_peak is None else most_peak
+        weighed = self._weighed(price_of_memory, kept_micro, problems, peaks, recompute=recompute)
         weights = self.weights[problems][:, None, None]
         pairs = {key: weights * (p.forward[problems] + p.backward[problems]) for key, p in self.pairs.items()}
         again = {key: pairs[key] + weights * p.forward[problems] for key, p in self.pairs.items()} if recompute else {}
@@ -316,17 +331,22 @@ class Tables:
             options=tuple(weighed.options.get(v.key) for v in network.variables),
         )
 
-    def _weighed(self, price: Array, kept_micro: Array, problems: Indices, *, recompute: bool) -> "_Weighed":
+    def _weighed(
+        self, price: Array, kept_micro: Array, problems: Indices, most_peak: Array, *, recompute: bool
+    ) -> "_Weighed":
         """For every key what its choices add to J, and the best way to store parameters."""
         weights = self.weights[problems]
         found = _Weighed({}, {}, {})
         for key, unary in self.unary.items():
             forward = weights[:, None] * unary.forward[problems]
             cost = forward + weights[:, None] * unary.backward[problems]
+            room = most_peak[:, None] - unary.peak_bytes[problems]
+            cost = np.where(room < 0, np.inf, cost)
             if unary.parameters is not None:
                 own = unary.parameters
                 ways = weights[None, :, None] * own.micro_seconds[:, problems] + own.step_seconds[:, problems]
                 ways = ways + price[None, :, None] * own.stored_bytes[:, problems]
+                ways = np.where(own.working_bytes[:, problems] > room[None], np.inf, ways)
                 found.options[key] = ways.argmin(axis=0)
                 cost = cost + ways.min(axis=0)
             held = (price * kept_micro)[:, None]

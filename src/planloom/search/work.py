@@ -3,14 +3,22 @@
 A block under a strategy is a run of one block: its price is that of such a run (`cost`), whichever axes split it. Only
 how many pieces each dim is cut into matters, the micro-batches' share of the batch included, so every such combination
 is priced once for all meshes, placements and equal layers.
+
+Where such a run was measured, its seconds are the *measured* ones. Runs of plans span several blocks, so most of what
+is measured is of larger runs; then a block's modelled seconds are multiplied by the ratio that `measured` found for the
+runs that it was measured in, and its price is *interpolated*. Else it is *modelled*. Bytes are always modelled: what a
+run of several blocks keeps says nothing of each.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from planloom.blocks import Block, BlockGraph
 from planloom.blocks.segments import block_fingerprint
 from planloom.cluster import Device
+from planloom.cost.keys import run_fingerprint, run_key
 from planloom.cost.memory import run_memory
+from planloom.cost.prices import Source
 from planloom.cost.roofline import estimate_operations
 from planloom.layout import Digit, Layout
 from planloom.program import Program, Run, RunBlock, Slot, run_operations
@@ -28,6 +36,20 @@ class Work:
     backward_seconds: float
     saved_bytes: int
     peak_bytes: int
+    source: Source = "modelled"
+
+
+Class = tuple[object, Pieces]
+"""Blocks with equal work, cut into so many pieces."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What is known by measurement: figures by key (`cost.keys`), and for blocks in larger runs that were measured how
+    many times longer than modelled these took, forward and backward."""
+
+    figures: Mapping[str, float] = field(default_factory=dict)
+    ratios: Mapping[Class, tuple[float, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +63,21 @@ class Kept:
 class WorkPrices:
     """Prices of single blocks, each combination looked at once; `by_volume`: computation is free, as Alpa prices."""
 
-    def __init__(self, blocks: BlockGraph, device: Device, *, fused: bool, by_volume: bool = False) -> None:
+    def __init__(
+        self,
+        blocks: BlockGraph,
+        device: Device,
+        *,
+        fused: bool,
+        by_volume: bool = False,
+        measured: Measured | None = None,
+    ) -> None:
         self.blocks, self.device, self.fused, self.by_volume = blocks, device, fused, by_volume
-        self._known: dict[tuple[object, Pieces], Work] = {}
+        self.measured = measured or Measured()
+        self._known: dict[Class, Work] = {}
+        self._modelled: dict[Class, Work] = {}
         self._classes: dict[int, object] = {}
+        self._kept: dict[int, Kept] = {}
 
     def class_of(self, block: Block) -> object:
         """Equal for blocks with equal work."""
@@ -61,6 +94,35 @@ class WorkPrices:
         return found
 
     def _price(self, block: Block, pieces: Pieces) -> Work:
+        """Measured, or corrected by what larger runs took, or modelled."""
+        modelled = self.modelled(block, pieces)
+        if self.by_volume:
+            return modelled
+        figures = self.measured.figures
+        if figures:
+            run = single_run(self.blocks, block, pieces)
+            fingerprint = run_fingerprint(self.blocks, _program(run), run)
+            forward, backward = (figures.get(run_key(fingerprint, phase)) for phase in ("forward", "backward"))
+            if forward is not None and backward is not None:
+                return replace(modelled, forward_seconds=forward, backward_seconds=backward, source="measured")
+        ratio = self.measured.ratios.get((self.class_of(block), pieces))
+        if ratio is None:
+            return modelled
+        return replace(
+            modelled,
+            forward_seconds=modelled.forward_seconds * ratio[0],
+            backward_seconds=modelled.backward_seconds * ratio[1],
+            source="interpolated",
+        )
+
+    def modelled(self, block: Block, pieces: Pieces) -> Work:
+        """From the device's figures alone."""
+        key = (self.class_of(block), pieces)
+        if key not in self._modelled:
+            self._modelled[key] = self._model(block, pieces)
+        return self._modelled[key]
+
+    def _model(self, block: Block, pieces: Pieces) -> Work:
         run = single_run(self.blocks, block, pieces)
         operations = run_operations(self.blocks, run, num_micro=1)
         forward, backward = (
@@ -78,6 +140,11 @@ class WorkPrices:
 
     def kept(self, block: Block) -> Kept:
         """What a block keeps at its boundary; no split changes it."""
+        if block.index not in self._kept:
+            self._kept[block.index] = self._find_kept(block)
+        return self._kept[block.index]
+
+    def _find_kept(self, block: Block) -> Kept:
         run = single_run(self.blocks, block, (1,) * len(block.dims))
         memory = run_memory(self.blocks, _program(run), run, fused=self.fused)
         inputs = zip(run.inputs, memory.saved_inputs, strict=True)

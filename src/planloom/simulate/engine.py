@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from planloom.errors import PriceError
-from planloom.program import Program
+from planloom.program import BodyCall
 from planloom.simulate.links import Link, Loads
 from planloom.simulate.script import Await, Begin, Busy, Half, Item
 
@@ -62,11 +62,11 @@ class StageClock:
 
 
 class Engine:
-    """All stages of a program on one clock."""
+    """All stages of a program, each with its calls of bodies, on one clock."""
 
     def __init__(
         self,
-        program: Program,
+        calls: Sequence[Sequence[BodyCall]],
         scripts: Sequence[Mapping[str, Sequence[Item]]],
         *,
         compute_slowdown: float,
@@ -74,7 +74,7 @@ class Engine:
     ) -> None:
         self.scripts = scripts
         self.slow_compute, self.slow_communication = 1 / compute_slowdown, 1 / communication_slowdown
-        self.stages = [StageClock([(c.body, c.micro) for c in stage.calls]) for stage in program.stages]
+        self.stages = [StageClock([(c.body, c.micro) for c in of]) for of in calls]
         self.exchanges: dict[tuple[str, int], Activity] = {}
         """Of which one half has started."""
         self.lanes: dict[object, deque[Activity]] = {}

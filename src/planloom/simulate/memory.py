@@ -25,6 +25,8 @@ from math import prod
 
 from planloom.cost import Prices, RunMemory
 from planloom.graph import Graph, held_elements, repeated_dims
+from planloom.layout import Box, volume
+from planloom.layout.boxes import lies_together
 from planloom.program import (
     Accumulate,
     Backward,
@@ -210,12 +212,12 @@ class _Walk:
             case Collective() | Coalesced():
                 self._start(instruction, micro)
             case Send(source=source, transfers=transfers, sizes=sizes):
-                whole = tuple((0, size) for size in sizes)
-                if any(t.source_box != whole for t in transfers):
-                    working = self._make(self.sizes[source], "communication")
-                    self.arriving[_place(source, micro)] = _Arrival(working, -1)
-            case Receive(target=target):
-                working = self._make(2 * self.sizes[target], "communication")
+                copied = _apart_bytes([(t.source, t.source_box) for t in transfers], sizes, self.sizes[source])
+                if copied:
+                    self.arriving[_place(source, micro)] = _Arrival(self._make(copied, "communication"), -1)
+            case Receive(target=target, transfers=transfers, sizes=sizes):
+                copied = _apart_bytes([(t.target, t.target_box) for t in transfers], sizes, self.sizes[target])
+                working = self._make(self.sizes[target] + copied, "communication")
                 self.arriving[_place(target, micro)] = _Arrival(working, self.sizes[target])
             case Wait():
                 self._wait(instruction, micro)
@@ -380,6 +382,15 @@ def _working_bytes(collective: Collective, totals: Sequence[int], *, is_copied: 
                 needed = before + after
         most = max(most, needed)
     return most
+
+
+def _apart_bytes(messages: Sequence[tuple[int, Box]], sizes: tuple[int, ...], num_bytes: int) -> int:
+    """The most that a device copies of an array with these dims: boxes whose elements do not lie side by side."""
+    volumes = {box: 0 if lies_together(box, sizes) else volume(box) for box in {box for _, box in messages}}
+    copied: dict[int, int] = {}
+    for device, box in messages:
+        copied[device] = copied.get(device, 0) + volumes[box]
+    return max(copied.values(), default=0) * num_bytes // max(1, prod(sizes))
 
 
 def given_bytes(graph: Graph) -> int:

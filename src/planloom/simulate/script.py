@@ -14,11 +14,13 @@ stage to another go one after another, too.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Protocol
 
 from planloom.cost import Price, Prices
 from planloom.cost.prices import Source
+from planloom.cost.segments import BodySegment
 from planloom.layout import Mesh
 from planloom.program import (
     Accumulate,
@@ -106,6 +108,26 @@ class Await:
 Item = Busy | Begin | Half | Await
 
 
+class MeasuredSegments(Protocol):
+    """Segments of bodies that were measured as a whole."""
+
+    def of(self, stage: int, body: str) -> Sequence[tuple[BodySegment, Price]]:
+        """Those of a body, in their order."""
+        ...
+
+    def stretched(self, items: Sequence[Item], seconds: float) -> list[Item]:
+        """Items of a segment, so that together they take so many seconds."""
+        ...
+
+
+@dataclass(slots=True)
+class _Written:
+    """What earlier instructions of a body have done to buffers."""
+
+    accumulated: set[Buffer] = field(default_factory=set)
+    at_once: set[Buffer] = field(default_factory=set)
+
+
 class ScriptWriter:
     """Prices the instructions of a program, and remembers where the prices came from."""
 
@@ -122,10 +144,12 @@ class ScriptWriter:
         self._numbers: dict[Buffer, int] = {}
         self._stage_of = {d: s for s, stage in enumerate(program.stages) for d in stage.mesh.devices}
 
-    def scripts(self, sizes: Sequence[dict[Buffer, int]]) -> list[dict[str, tuple[Item, ...]]]:
+    def scripts(
+        self, sizes: Sequence[dict[Buffer, int]], measured: MeasuredSegments
+    ) -> list[dict[str, tuple[Item, ...]]]:
         """The items of every body of every stage; `sizes`: the bytes of each stage's buffers."""
         items = [
-            {name: self._items(s, body, sizes[s]) for name, body in stage.bodies.items()}
+            {name: self._body(s, name, body, sizes[s], measured) for name, body in stage.bodies.items()}
             for s, stage in enumerate(self.program.stages)
         ]
         together = _started_together(items)
@@ -137,10 +161,30 @@ class ScriptWriter:
             for bodies in items
         ]
 
-    def _items(self, s: int, body: Sequence[Instruction], sizes: dict[Buffer, int]) -> list[Item]:
+    def _body(
+        self,
+        s: int,
+        name: str,
+        body: Sequence[Instruction],
+        sizes: dict[Buffer, int],
+        measured: MeasuredSegments,
+    ) -> list[Item]:
+        """The items of a body, of which segments that were measured as a whole take as long as measured."""
         items: list[Item] = []
-        accumulated: set[Buffer] = set()
-        at_once: set[Buffer] = set()
+        written = _Written()
+        at = 0
+        for segment, price in measured.of(s, name):
+            items += self._items(s, body[at : segment.start], sizes, written)
+            before = (set(self.sources), self.deviation, self.priced)
+            parts = self._items(s, body[segment.start : segment.stop], sizes, written)
+            self.sources, self.deviation, self.priced = before  # the prices of the parts do not count
+            items += measured.stretched(parts, self._seen(price).seconds)
+            at = segment.stop
+        return items + self._items(s, body[at:], sizes, written)
+
+    def _items(self, s: int, body: Sequence[Instruction], sizes: dict[Buffer, int], written: _Written) -> list[Item]:
+        items: list[Item] = []
+        accumulated, at_once = written.accumulated, written.at_once
         for instruction in body:
             match instruction:
                 case Forward(run=run, again=again):

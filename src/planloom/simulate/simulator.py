@@ -19,6 +19,7 @@ from planloom.simulate.engine import PIPELINE, Activity, Engine
 from planloom.simulate.links import Links
 from planloom.simulate.memory import role_memory
 from planloom.simulate.script import ScriptWriter
+from planloom.simulate.segments import Corrected
 from planloom.simulate.timeline import Event, Summary, Timeline
 
 _MAX_EVENTS = 100_000
@@ -51,9 +52,9 @@ def _simulate(program: Program, prices: Prices, *, with_events: bool) -> Timelin
     graph = prices.blocks.graph
     sizes = [buffer_bytes(graph, program, s) for s in range(len(program.stages))]
     writer = ScriptWriter(program, prices, Links(program, prices.cluster))
-    scripts = writer.scripts(sizes)
+    scripts = writer.scripts(sizes, Corrected(program, prices))
     engine = Engine(
-        program,
+        [stage.calls for stage in program.stages],
         scripts,
         compute_slowdown=prices.compute_slowdown,
         communication_slowdown=prices.communication_slowdown,

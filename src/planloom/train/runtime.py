@@ -75,6 +75,9 @@ class Runtime:
         self._gathers = {buffer for stored in self.stage.parameters for buffer in stored.gathers}
         self._gathered: dict[Buffer, Tensor] = {}
         self._channels = _channel_tags(program)
+        self._collected = {
+            collective.target for body in self.stage.bodies.values() for i in body for collective in collectives_in(i)
+        }
         self._split = frozenset(
             i.run for body in self.stage.bodies.values() for i in body if isinstance(i, WeightGradient)
         )
@@ -108,16 +111,24 @@ class Runtime:
             shard = local_slice(whole.detach(), factors, box).clone()
         self.shards[stored.name] = shard.requires_grad_()
 
-    def step(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """One training step on the whole global batch; the loss, the same on every device."""
+    def step(self, batch: Mapping[str, Tensor], before: Callable[[str, int], None] | None = None) -> Tensor:
+        """One training step on the whole global batch; the loss, the same on every device.
+
+        `before` is called with a body and the place of an instruction in it, before each and at the end.
+        """
         known = {**batch, **self.buffers}
         if self.blocks.graph.random:
             known[RANDOM_STATE] = torch.tensor([self.seed, self.num_steps], device=self.at)
         given = self._given(known)
         with torch.no_grad():
             for call in self.stage.calls:
-                for instruction in self.stage.bodies[call.body]:
+                body = self.stage.bodies[call.body]
+                for at, instruction in enumerate(body):
+                    if before is not None:
+                        before(call.body, at)
                     self._timed(instruction, call.micro, given)
+                if before is not None:
+                    before(call.body, len(body))
         for name, value in self.blocks.graph.updates.items():
             self.buffers[name] = given[value]
         self.num_steps += 1
@@ -126,6 +137,18 @@ class Runtime:
     def stored(self, name: str) -> Tensor:
         """This device's piece of a parameter, in its stored layout."""
         return self._memory[self._stored[name].buffer, -1].detach()
+
+    def drain(self) -> None:
+        """Wait until no collective is under way; what is awaited later is delivered then.
+
+        Not for messages, which another stage may not expect yet: what a collective brought may be on its way to one.
+        """
+        for (buffer, _), works in self._in_flight.items():
+            for finish, delivers in works:
+                if delivers and buffer in self._collected:
+                    finish()
+        if self.at.type == "cuda":
+            torch.cuda.current_stream(self.at).synchronize()
 
     def _timed(self, instruction: Instruction, micro: int, given: Mapping[str, Tensor]) -> None:
         if self.events is None:
