@@ -49,6 +49,7 @@ from planloom.program import (
     Transfer,
     Update,
     Wait,
+    WeightGradient,
 )
 
 Place = tuple[Buffer, int]
@@ -113,6 +114,7 @@ class Emulation:
         self._local_runs = {} if local_runs is None else local_runs
         self._memory: dict[int, dict[Place, _Cell]] = {device: {} for device in program.devices}
         self._saved: dict[tuple[int, int, int], tuple[RunVjp, list[Buffer]]] = {}
+        self._put_off: dict[tuple[int, int, int], list[Tensor | None]] = {}
         self._further: dict[tuple[str, int, str], Tensor] = {}
         self._in_flight: dict[tuple[int, Place], list[_InFlight]] = {}
         self._exchanges: dict[tuple[str, int], _Exchange] = {}
@@ -275,7 +277,7 @@ class Emulation:
                     self._saved[device, run, micro] = vjp, [buffer for buffer in inputs if buffer in self._gathers]
                 for buffer, value in zip(outputs, vjp.take_outputs(), strict=True):
                     put(buffer, value)
-            case Backward(run=run, cotangents=cotangents, outputs=outputs):
+            case Backward(run=run, cotangents=cotangents, outputs=outputs, is_split=is_split):
                 if (device, run, micro) not in self._saved:
                     raise BrokenError(f"run {run} has nothing saved on {device}")
                 given = [None if buffer is None else get(buffer) for buffer in cotangents]
@@ -283,9 +285,23 @@ class Emulation:
                 for buffer in gathered:
                     value = self._gathered[device, buffer].clone()
                     self._further["gathered", device, f"{buffer} in the backward of run {run} of {micro}"] = value
-                for buffer, value in zip(outputs, _checked(lambda: vjp.backward(given)), strict=True):
+                results = _checked(lambda: vjp.backward(given))
+                if is_split:  # given out later; nothing that the program does meanwhile may change it
+                    self._put_off[device, run, micro] = [None if value is None else value.clone() for value in results]
+                for slot, buffer, value in zip(self.program.runs[run].inputs, outputs, results, strict=True):
                     if buffer is not None:
+                        if is_split and slot.tensor in self.blocks.graph.parameters:
+                            raise BrokenError("a split backward gives no cotangents of parameters")
                         assert value is not None
+                        put(buffer, value)
+            case WeightGradient(run=run, outputs=outputs):
+                if (device, run, micro) not in self._put_off:
+                    raise BrokenError(f"run {run} has put nothing off on {device}")
+                results = self._put_off.pop((device, run, micro))
+                for slot, buffer, value in zip(self.program.runs[run].inputs, outputs, results, strict=True):
+                    if buffer is not None:
+                        if slot.tensor not in self.blocks.graph.parameters or value is None:
+                            raise BrokenError("not the cotangent of a parameter")
                         put(buffer, value)
             case Seed(target=target, tensor=tensor):
                 put(target, torch.ones((), dtype=getattr(torch, self.blocks.graph.tensors[tensor].dtype)))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from planloom.blocks import BlockGraph, find_blocks
 from planloom.capture import batch_spec, cached_capture
+from planloom.errors import TrainingError
 from planloom.plan import Plan, named_plan, parse_named
 from planloom.train import parallelize
 from planloom.train.watch import Watch, start_watch
@@ -76,6 +77,28 @@ def train(
     gradients = trainer.gradients()
     losses += [trainer.step(batch) for _ in range(num_steps - 1)]
     result = {"losses": losses, "gradients": gradients, "parameters": trainer.parameters()}
+    trainer.close()
+    return result
+
+
+def infer(rank: int, model_name: str, plan: str, num_steps: int) -> dict[str, Any]:
+    """Losses of steps that train nothing, the parameters after them, and what is said of gradients."""
+    model, batch = build(model_name, torch.float64)
+    trainer = parallelize(
+        model,
+        resolve(model_name, torch.float64, plan),
+        optimizer=make_optimizer("sgd"),
+        blocks=captured(model_name, torch.float64),
+        timeout_seconds=60,
+        watch=_watch(),
+    )
+    losses = [trainer.step(batch) for _ in range(num_steps)]
+    refusal = ""
+    try:
+        trainer.gradients()
+    except TrainingError as error:
+        refusal = str(error)
+    result = {"losses": losses, "parameters": trainer.parameters(), "refusal": refusal}
     trainer.close()
     return result
 

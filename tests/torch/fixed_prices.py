@@ -15,7 +15,7 @@ from tests.torch.captured import captured
 
 @dataclass
 class FixedPrices:
-    """Forward one second a stage and micro-batch, backward two, everything else as told."""
+    """Forward one second a role and micro-batch, backward two, half of it input-gradients, everything else as told."""
 
     program: Program
     of: BlockGraph | None = None
@@ -46,7 +46,7 @@ class FixedPrices:
 
     def run(self, program: Program, run: Run, phase: str) -> Price:
         count = sum(1 for other in program.runs if other.stage == run.stage)
-        return Price(seconds=(1.0 if phase == "forward" else 2.0) / count, source="measured")
+        return Price(seconds=(2.0 if phase == "backward" else 1.0) / count, source="measured")
 
     def step(self, step: Step, num_bytes: int) -> Price:
         busy = ((self.level, self.step_seconds),) if self.level >= 0 else ()

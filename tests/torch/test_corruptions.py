@@ -48,6 +48,9 @@ PLANS = [
     "pp=2,dp=2,zero3,micro=2,gpipe",
     "pp=2,tp=2,vocab,sequence,micro=2,1f1b",
     "boundary",
+    "pp=2,micro=2,zb-v",
+    "pp=2,dp=2,zero2,micro=2,zb-h1",
+    "pp=2,micro=2,chimera",
 ]
 """`boundary`: two stages on 2 and 4 devices that split what crosses between them differently."""
 

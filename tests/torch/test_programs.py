@@ -12,7 +12,7 @@ import torch
 import planloom
 from planloom.blocks import find_segments
 from planloom.capture import batch_spec
-from planloom.errors import VerificationError
+from planloom.errors import PlanError, VerificationError
 from planloom.layout import Mesh
 from planloom.plan import Call, Plan, draft, named_plan, parse_named
 from planloom.program import build_program, verify_program
@@ -110,15 +110,17 @@ def test_an_order_that_deadlocks_is_refused_with_who_waits_for_what() -> None:
     blocks = captured("gpt", torch.float64)
     good = named_plan(blocks, parse_named("pp=2,micro=2,gpipe"), batch=spec_of("gpt"))
     crossed = tuple(
-        Call(phase=p, micro=m) for m, p in ((1, "forward"), (1, "backward"), (0, "forward"), (0, "backward"))
+        Call(phase=p, micro=m, stage=1) for m, p in ((1, "forward"), (1, "backward"), (0, "forward"), (0, "backward"))
     )
-    straight = tuple(Call(phase=p, micro=m) for m in (0, 1) for p in ("forward", "backward"))
-    written = draft(blocks, good.meshes[0], batch=good.batch)
-    for block, stage in zip(blocks.blocks, good.stages, strict=True):
-        written = written.assign(block.name, stage=stage, mesh=good.meshes[stage])
-    plan = written.order("crossed", micro_batches=2, orders=(straight, crossed)).plan("crossed")
+    straight = tuple(Call(phase=p, micro=m, stage=0) for m in (0, 1) for p in ("forward", "backward"))
+    with pytest.raises(PlanError, match=r"(?s)wait for each other in a cycle.*group 0 at backward of stage 0"):
+        build_program(blocks, replace(good, orders=(straight, crossed)))
+    program = build_program(blocks, good)
+    first, second = program.stages
+    alternating = sorted(first.calls[1:-1], key=lambda call: call.micro)
+    first = replace(first, calls=(first.calls[0], *alternating, first.calls[-1]))
     with pytest.raises(VerificationError, match=r"(?s)deadlocks.*stage 0 \(ranks 0\).*stage 1 \(ranks 1\) waits in"):
-        verify_program(blocks, build_program(blocks, plan))
+        verify_program(blocks, replace(program, stages=(first, second)))
 
 
 def test_the_plan_in_the_readme_is_one() -> None:

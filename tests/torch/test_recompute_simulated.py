@@ -16,6 +16,7 @@ from planloom.cost import Prices
 from planloom.cost.memory import run_memory
 from planloom.execute.silent import SilentWire
 from planloom.plan import Plan, named_plan, parse_named
+from planloom.plan.orders import forward, input_gradient, weight_gradient
 from planloom.profile.memory import measure_peak_bytes
 from planloom.program import Forward, Program, Slot, build_program
 from planloom.program.recompute import runs_with_backward
@@ -131,6 +132,16 @@ def test_simulated_memory_is_what_a_step_takes(spec: str, recompute: str) -> Non
     program = program_of(spec + recompute)
     (role,) = simulated(program).memory
     assert simulated_rise_bytes(role) == pytest.approx(measured_rise_bytes(program), rel=0.05)
+
+
+def test_simulated_memory_of_a_split_backward_is_what_a_step_takes() -> None:
+    """All weight-gradients at the end: what they need of four micro-batches is held until then."""
+    calls = [phase(0, m) for m in range(4) for phase in (forward, input_gradient)]
+    plan = replace(plan_of("micro=4"), orders=((*calls, *(weight_gradient(0, m) for m in range(4))),))
+    program = build_program(blocks_of("gpt"), plan)
+    (role,) = simulated(program).memory
+    assert simulated_rise_bytes(role) == pytest.approx(measured_rise_bytes(program), rel=0.05)
+    assert measured_rise_bytes(program) > 2 * measured_rise_bytes(program_of("micro=4"))
 
 
 def test_a_step_really_takes_less() -> None:

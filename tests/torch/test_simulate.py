@@ -10,10 +10,12 @@ from planloom.capture import batch_spec
 from planloom.errors import PriceError
 from planloom.graph.flops import training_flops
 from planloom.layout import Mesh
-from planloom.plan import Call, named_plan, parse_named
-from planloom.program import Coalesced, Instruction, Program, build_program
+from planloom.plan import draft, named_plan, parse_named
+from planloom.plan.schedules import home_groups, orders_of
+from planloom.program import Coalesced, Instruction, Program, build_program, verify_program
 from planloom.report import chrome_trace, timeline_svg
 from planloom.simulate import Summary, Timeline, simulate
+from tests.pure.chain_graph import chain_batch, chain_blocks
 from tests.torch.captured import captured
 from tests.torch.fixed_prices import FixedPrices
 
@@ -31,6 +33,36 @@ def test_a_pipeline_with_equal_stages_and_free_communication_takes_the_closed_fo
 ) -> None:
     built = program(f"pp=2,micro={num_micro},{schedule}")
     assert simulate(built, FixedPrices(built)).step_seconds == pytest.approx((num_micro + 1) * 3.0)
+
+
+@pytest.mark.parametrize("num_micro", [4, 8, 32])
+@pytest.mark.parametrize(
+    ("schedule", "width", "bubble_seconds"),
+    [
+        ("gpipe", 1, 9),
+        ("1f1b", 1, 9),
+        ("interleaved", 2, 4.5),
+        ("looped", 2, 4.5),
+        ("zb-h1", 1, 3),
+        ("inference", 1, 3),
+    ],
+)
+def test_the_bubble_of_every_schedule_is_exactly_the_closed_form(
+    schedule: str, width: int, bubble_seconds: float, num_micro: int
+) -> None:
+    """Four groups, a map a stage: (G − 1)(F + B) over the stages a group, (G − 1)(F + I − W), (G − 1) F."""
+    num_stages = 4 * width
+    blocks = chain_blocks(num_stages, batch=num_micro)
+    orders = orders_of(schedule, num_stages, num_micro, per_group=width)
+    meshes = tuple(Mesh.of([group]) for group in home_groups(orders, num_stages))
+    written = draft(blocks, meshes[0], batch=chain_batch(num_micro))
+    written = replace(written, meshes=meshes, stages=(*range(num_stages), num_stages - 1))
+    built = build_program(blocks, written.order(schedule, micro_batches=num_micro).plan(schedule))
+    verify_program(blocks, built)
+    work = num_micro * (1.0 if schedule == "inference" else 3.0)
+    summary = summary_of(simulate(built, FixedPrices(built, of=blocks)))
+    assert summary.step_seconds == work + bubble_seconds
+    assert summary.bubble == bubble_seconds / (work + bubble_seconds)
 
 
 def test_without_a_pipeline_times_add_up() -> None:
@@ -65,10 +97,9 @@ def test_the_timeline_names_the_sources_of_its_prices() -> None:
 def test_an_order_that_deadlocks_has_no_time() -> None:
     model = captured("gpt", torch.float32)
     plan = named_plan(model.blocks, parse_named("pp=2,micro=2,gpipe"), batch=batch_spec(model.batch))
-    backward_first = tuple(
-        Call(phase=phase, micro=m) for m, phase in ((0, "backward"), (0, "forward"), (1, "forward"), (1, "backward"))
-    )
-    built = build_program(model.blocks, replace(plan, orders=(backward_first, plan.orders[1])))
+    built = build_program(model.blocks, plan)
+    backward_first = sorted(built.stages[0].calls, key=lambda call: (call.body != "enter", "backward" not in call.body))
+    built = replace(built, stages=(replace(built.stages[0], calls=tuple(backward_first)), built.stages[1]))
     with pytest.raises(PriceError, match="deadlocks"):
         simulate(built, FixedPrices(built))
 

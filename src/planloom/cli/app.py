@@ -15,6 +15,7 @@ from planloom.cli import (
     profiling,
     reductions,
     rules,
+    schedules,
     searching,
     training,
 )
@@ -39,6 +40,7 @@ for module in (
     training,
     clusters,
     placements,
+    schedules,
     reductions,
     calibration,
 ):

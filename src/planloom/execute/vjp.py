@@ -25,7 +25,7 @@ class Local(Protocol):
     def __call__(self, inputs: Sequence[Tensor], given: Mapping[str, Tensor], micro: int) -> tuple[Tensor, ...]: ...
 
 
-class _Enter(torch.autograd.Function):
+class Enter(torch.autograd.Function):
     """Identity: makes a tensor differentiable without becoming its owner."""
 
     @staticmethod
@@ -47,7 +47,7 @@ class RunVjp:
         anchor = torch.zeros((), requires_grad=True)
         with torch.enable_grad():
             for slot, tensor in zip(self._slots, inputs, strict=True):
-                inside = _Enter.apply(anchor, tensor) if slot.cotangent is not None else tensor
+                inside = Enter.apply(anchor, tensor) if slot.cotangent is not None else tensor
                 entered.append(inside)
                 self._edges_in.append(get_gradient_edge(inside) if slot.cotangent is not None else None)
             outputs = local(entered, given, micro)

@@ -9,7 +9,8 @@ from planloom.plan.checks import require_plan
 from planloom.plan.draft import Draft, draft
 from planloom.plan.files import load_plan, save_plan
 from planloom.plan.library import NamedPlan, axis_sizes, library, named_plan, parse_named
-from planloom.plan.orders import ORDERS, Call, gpipe, one_forward_one_backward
+from planloom.plan.orders import Call, OrderFunction, Orders, gpipe, one_forward_one_backward
+from planloom.plan.schedules import ORDERS
 from planloom.plan.values import Plan, Storage, StorageKind, require_model
 
 __all__ = [
@@ -17,6 +18,8 @@ __all__ = [
     "Call",
     "Draft",
     "NamedPlan",
+    "OrderFunction",
+    "Orders",
     "Plan",
     "Storage",
     "StorageKind",

@@ -1,11 +1,12 @@
 """Does a plan fit its model? Asked of every plan, by hand or from a file, before a program is made of it."""
 
-from collections.abc import Sequence
 from math import prod
 from typing import get_args
 
 from planloom.blocks import BlockGraph, find_segments
 from planloom.errors import PlanError
+from planloom.layout import Mesh
+from planloom.plan.order_checks import require_orders
 from planloom.plan.values import Plan, StorageKind
 
 BATCH_DIM = "batch"
@@ -39,10 +40,10 @@ def _require_counts(plan: Plan, blocks: BlockGraph) -> None:
     for what, found, needed in (
         ("stages", len(plan.stages), num_blocks),
         ("strategies", len(plan.strategies), num_blocks),
-        ("orders", len(plan.orders), num_stages),
+        ("orders", len(plan.orders), len(plan.groups)),
     ):
         if found != needed:
-            unit = "blocks" if needed is num_blocks else "stages"
+            unit = "blocks" if what != "orders" else "device groups"
             raise PlanError(
                 f"plan {plan.name!r} has {found} {what} for {needed} {unit}", given=str(found), required=str(needed)
             )
@@ -120,8 +121,14 @@ def _require_batch(plan: Plan, blocks: BlockGraph) -> None:
 
 
 def _require_stages(plan: Plan, blocks: BlockGraph) -> None:
-    if len(set(plan.devices)) != len(plan.devices):
-        raise PlanError("two stages share a device", given=str(plan.devices), required="disjoint stages")
+    if len(set(plan.devices)) != len(plan.devices) or any(
+        plan.groups[plan.group_of(s)] != mesh for s, mesh in enumerate(plan.meshes)
+    ):
+        raise PlanError(
+            "two stages share a device, but not their mesh",
+            given=str([mesh.devices for mesh in plan.meshes]),
+            required="stages on disjoint devices, or on one and the same mesh",
+        )
     for block in blocks.blocks:
         for tensor in block.inputs:
             source = blocks.producer[tensor]
@@ -149,22 +156,24 @@ def _require_recompute(plan: Plan, blocks: BlockGraph) -> None:
         problem = f"segment {wrong[0]}, which the model does not have" if wrong else "a segment twice"
         raise PlanError(
             f"plan {plan.name!r} recomputes {problem}",
-            given=f"segments {_shown(plan.recompute)}",
+            given=f"segments {' '.join(map(str, plan.recompute[:40]))}",
             required=f"segments from 0 to {num_segments - 1}, each at most once",
             todo="count segments as blocks.find_segments does, or name their blocks: Draft.recompute",
         )
 
 
 def _require_orders(plan: Plan) -> None:
-    expected = {(phase, m) for phase in ("forward", "backward") for m in range(plan.num_micro_batches)}
-    for stage, calls in enumerate(plan.orders):
-        if len(calls) != len(expected) or {(c.phase, c.micro) for c in calls} != expected:
-            raise PlanError(
-                f"the order of stage {stage} does not call every phase of every micro-batch once",
-                given=_shown(calls),
-                required=f"forward and backward of {plan.num_micro_batches} micro-batches",
-            )
+    require_orders(plan.orders, len(plan.meshes), plan.num_micro_batches)
+    for group, order in enumerate(plan.orders):
+        for stage in dict.fromkeys(call.stage for call in order):
+            own, other = plan.meshes[stage], plan.groups[group]
+            if plan.group_of(stage) != group and own.axes != other.axes:
+                raise PlanError(
+                    f"device group {group} cannot hold a copy of stage {stage}",
+                    given=f"axes {_axes(other)}",
+                    required=f"the stage's own axes: {_axes(own)}",
+                )
 
 
-def _shown(calls: Sequence[object]) -> str:
-    return " ".join(map(str, calls[:40])) + (" …" if len(calls) > 40 else "")
+def _axes(mesh: Mesh) -> str:
+    return " ".join(f"{axis.name}={axis.size}" for axis in mesh.axes) or "none"

@@ -6,7 +6,7 @@
         .split("*.up", out="tp").split("*.down", **{"in": "tp"})
         .store("*", "zero1", over="dp")
         .recompute("layers.*")
-        .order("gpipe", micro_batches=2)
+        .order("1f1b", micro_batches=2)
         .plan("mine")
     )
 
@@ -25,8 +25,10 @@ from planloom.graph import fingerprint
 from planloom.graph.fingerprint import summary
 from planloom.layout import Mesh
 from planloom.plan.checks import require_plan
-from planloom.plan.orders import ORDERS, Call
-from planloom.plan.values import Plan, Storage, StorageKind
+from planloom.plan.order_checks import require_held
+from planloom.plan.orders import Call, OrderFunction
+from planloom.plan.schedules import home_groups, orders_of, schedule_name
+from planloom.plan.values import Plan, Storage, StorageKind, device_groups
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -46,6 +48,8 @@ class Draft:
     num_micro_batches: int = 1
     schedule: str = "gpipe"
     orders: tuple[tuple[Call, ...], ...] = ()
+    order_function: OrderFunction | None = None
+    max_held: int | None = None
     recomputed: tuple[int, ...] = ()
 
     def split(self, pattern: str, **axes: str | Sequence[str]) -> "Draft":
@@ -111,13 +115,30 @@ class Draft:
         return replace(self, recomputed=tuple(sorted({*self.recomputed, *found})))
 
     def order(
-        self, schedule: str, *, micro_batches: int = 1, orders: Sequence[Sequence[Call]] | None = None
+        self,
+        schedule: str | OrderFunction,
+        *,
+        micro_batches: int = 1,
+        orders: Sequence[Sequence[Call]] | None = None,
+        max_held: int | None = None,
     ) -> "Draft":
-        """A named schedule, or any order given as calls a stage."""
-        if orders is None and schedule not in ORDERS:
-            raise PlanError(f"no schedule is named {schedule!r}", given=schedule, required=f"one of {sorted(ORDERS)}")
+        """A named schedule, a function from stages and micro-batches to orders, or any order as calls a device group.
+
+        `max_held`: the most micro-batches and stages whose activations a group may hold; more is refused.
+        """
+        name = schedule if isinstance(schedule, str) else getattr(schedule, "__name__", "own")
+        if orders is None and isinstance(schedule, str):
+            name = schedule_name(schedule)
+        function = None if orders is not None or isinstance(schedule, str) else schedule
         chosen = tuple(map(tuple, orders)) if orders is not None else ()
-        return replace(self, num_micro_batches=micro_batches, schedule=schedule, orders=chosen)
+        return replace(
+            self,
+            num_micro_batches=micro_batches,
+            schedule=name,
+            orders=chosen,
+            order_function=function,
+            max_held=max_held,
+        )
 
     def plan(self, name: str) -> Plan:
         """The finished plan; what does not divide or fit is refused here."""
@@ -137,11 +158,37 @@ class Draft:
             storage=self.storage,
             num_micro_batches=self.num_micro_batches,
             schedule=self.schedule,
-            orders=self.orders or ORDERS[self.schedule](len(self.meshes), self.num_micro_batches),
+            orders=self._orders(),
             recompute=self.recomputed,
         )
         require_plan(plan, self.blocks)
+        if self.max_held is not None:
+            require_held(plan.orders, self.max_held)
         return plan
+
+    def _orders(self) -> tuple[tuple[Call, ...], ...]:
+        if self.orders:
+            return self.orders
+        num_stages, num_groups = len(self.meshes), len(device_groups(self.meshes)[0])
+        if num_stages % num_groups:
+            raise PlanError(
+                "a named schedule puts equally many stages on every device group",
+                given=f"{num_stages} stages on {num_groups} groups",
+                required=f"a multiple of {num_groups} stages",
+                todo="give the calls of every group: orders=…",
+            )
+        per_group = num_stages // num_groups
+        schedule = self.order_function or self.schedule
+        found = orders_of(schedule, num_stages, self.num_micro_batches, per_group=per_group)
+        homes = home_groups(found, num_stages)
+        if len(found) == num_groups and homes != device_groups(self.meshes)[1]:
+            raise PlanError(
+                f"schedule {self.schedule} has its stages on other device groups",
+                given=f"groups of stages {device_groups(self.meshes)[1]}",
+                required=f"groups of stages {homes}",
+                todo="assign the stages to these meshes, or give the calls of every group: orders=…",
+            )
+        return found
 
     def _matching(self, pattern: str) -> list[Block]:
         found = [block for block in self.blocks.blocks if matches(block.name, pattern)]

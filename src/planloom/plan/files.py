@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -31,7 +32,10 @@ def save_plan(plan: Plan, path: str | Path) -> None:
 def load_plan(path: str | Path) -> Plan:
     """Read a plan file; anything that is not one is refused with the place of the fault."""
     try:
-        plan = msgspec.json.decode(Path(path).read_bytes(), type=Plan)
+        raw = Path(path).read_bytes()
+        if (version := msgspec.json.decode(raw, type=_Versioned).version) is not None:
+            _require_version(path, version)
+        return msgspec.json.decode(raw, type=Plan)
     except OSError as error:
         raise PlanError(f"the plan file {path} cannot be read", given=str(error), required="a readable file") from error
     except (msgspec.MsgspecError, UnicodeDecodeError, LayoutError) as error:
@@ -41,11 +45,20 @@ def load_plan(path: str | Path) -> Plan:
             required="JSON written by `planloom plan --out`",
             todo="write the plan again",
         ) from error
-    if plan.version != PLAN_VERSION:
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Versioned:
+    """What plan files of all versions have."""
+
+    version: int | None = None
+
+
+def _require_version(path: str | Path, version: int) -> None:
+    if version != PLAN_VERSION:
         raise PlanError(
             f"{path} was written by another version of Planloom",
-            given=f"plan format {plan.version}",
+            given=f"plan format {version}",
             required=f"plan format {PLAN_VERSION}",
             todo="plan again with this version",
         )
-    return plan

@@ -1,7 +1,8 @@
 """Named plans: each a few lines of split, assign and order.
 
 A named plan is written `dp=2,tp=2,sequence,vocab,zero1,pp=2,micro=4,1f1b`: degrees of data, tensor (one or two axes)
-and pipeline parallelism with their switches; with `recompute` no activations of layers are kept. `library` lists the
+and pipeline parallelism with their switches; with `recompute` no activations of layers are kept. A pipeline of `pp`
+device groups has a schedule (`schedules`) and, where that may be chosen, `chunks` stages a group. `library` lists the
 combinations that a number of devices allows.
 """
 
@@ -14,6 +15,7 @@ from planloom.graph import Graph
 from planloom.layout import Mesh, Placement, mesh_of
 from planloom.plan.checks import BATCH_DIM
 from planloom.plan.draft import Draft, draft
+from planloom.plan.schedules import ORDERS, OTHER_NAMES, home_groups, orders_of, schedule_name, stages_per_group
 from planloom.plan.values import Plan, StorageKind
 
 
@@ -32,6 +34,12 @@ class NamedPlan:
     recompute: bool = False
     micro: int = 1
     schedule: str = "1f1b"
+    chunks: int = 0
+    """Stages a device group; 0: as the schedule has it."""
+
+    @property
+    def num_stages(self) -> int:
+        return self.pp * (stages_per_group(self.schedule, self.chunks) if self.pp > 1 else 1)
 
     @property
     def num_devices(self) -> int:
@@ -43,7 +51,8 @@ class NamedPlan:
         switches += [self.storage] if self.storage != "replicated" else []
         switches += ["recompute"] if self.recompute else []
         switches += [f"micro={self.micro}"] if self.micro > 1 else []
-        switches += [self.schedule] if self.pp > 1 else []
+        switches += [self.schedule] if self.pp > 1 or self.schedule == "inference" else []
+        switches += [f"chunks={self.chunks}"] if self.chunks else []
         return ",".join(degrees + switches) or "single"
 
 
@@ -52,20 +61,25 @@ def parse_named(text: str) -> NamedPlan:
     plan = NamedPlan()
     for word in filter(None, text.split(",")):
         key, _, value = word.partition("=")
-        if key in ("dp", "tp", "tp2", "pp", "micro") and value.isascii() and value.isdigit() and int(value) > 0:
+        if (
+            key in ("dp", "tp", "tp2", "pp", "micro", "chunks")
+            and value.isascii()
+            and value.isdigit()
+            and int(value) > 0
+        ):
             plan = replace(plan, **{key: int(value)})  # type: ignore[arg-type]
         elif word in ("sequence", "vocab", "experts", "recompute"):
             plan = replace(plan, **{word: True})  # type: ignore[arg-type]
         elif word in ("zero1", "zero2", "zero3"):
             plan = replace(plan, storage=word)  # type: ignore[arg-type]
-        elif word in ("gpipe", "1f1b"):
-            plan = replace(plan, schedule=word)
+        elif word in ORDERS or word in OTHER_NAMES:
+            plan = replace(plan, schedule=schedule_name(word))
         elif word != "single":
             raise PlanError(
                 f"unknown word {word!r} in a named plan",
                 given=text,
-                required="dp=N tp=N tp2=N pp=N micro=N sequence vocab experts zero1 zero2 zero3 recompute gpipe 1f1b, "
-                "joined by commas",
+                required="dp=N tp=N tp2=N pp=N micro=N chunks=N sequence vocab experts zero1 zero2 zero3 recompute "
+                f"{' '.join(ORDERS)}, joined by commas",
             )
     return plan
 
@@ -81,11 +95,13 @@ def named_plan(
     """Resolve a named plan on a mesh with axes pp, dp, tp, tp2 (row-major over devices 0… if none is given)."""
     if mesh is None:
         mesh = mesh_of(placement) if placement is not None else Mesh.of(range(named.num_devices), **axis_sizes(named))
-    meshes = _stage_meshes(mesh, named.pp)
+    meshes, num_stages = _stage_meshes(mesh, named.pp), named.num_stages
     written = draft(blocks, meshes[0], batch=batch)
-    for stage in range(1, named.pp):
-        written = written.assign("*", stage=stage, mesh=meshes[stage])
-    written = replace(written, stages=_cut_into_stages(blocks, named.pp))
+    if named.pp > 1:
+        orders = orders_of(named.schedule, num_stages, named.micro, per_group=num_stages // named.pp)
+        homes = home_groups(orders, num_stages)
+        written = replace(written, meshes=tuple(meshes[group] for group in homes))
+    written = replace(written, stages=_cut_into_stages(blocks, num_stages))
     written = _tensor_parallel(written, named)
     if named.dp > 1:
         written = written.split("*", batch="dp")

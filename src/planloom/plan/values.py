@@ -1,6 +1,7 @@
 """The `Plan`: every choice, resolved, for one model, one batch shape and one set of devices."""
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 from planloom.errors import PlanError
@@ -8,7 +9,7 @@ from planloom.graph import Graph, fingerprint, graph_difference
 from planloom.layout import Mesh
 from planloom.plan.orders import Call
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 StorageKind = Literal["replicated", "zero1", "zero2", "zero3"]
 
 
@@ -29,10 +30,11 @@ class Storage:
 class Plan:
     """`strategies[i]`: for block i, dim → axes; `stages[i]`: the stage of block i; `meshes[s]`: the mesh of stage s.
 
-    `orders[s]` lists the calls of stage s; an empty tuple of orders is not a plan. `recompute`: the segments, by their
-    numbers in `find_segments`, whose activations are recomputed in the backward and not kept. `cluster`, if given, is
-    the text of the cluster file whose links decide between collective programs; else the bytes that they move do.
-    `source`: how the model was named on the command line.
+    Stages with one mesh share a *device group*; groups are counted as stages first name them. `orders[g]` lists the
+    calls of group g; an empty tuple of orders is not a plan. A group that calls a stage of another group holds a copy
+    of it. `recompute`: the segments, by their numbers in `find_segments`, whose activations are recomputed in the
+    backward and not kept. `cluster`, if given, is the text of the cluster file whose links decide between collective
+    programs; else the bytes that they move do. `source`: how the model was named on the command line.
     """
 
     name: str
@@ -52,8 +54,31 @@ class Plan:
     version: int = PLAN_VERSION
 
     @property
+    def groups(self) -> tuple[Mesh, ...]:
+        """The mesh of every device group."""
+        return device_groups(self.meshes)[0]
+
+    def group_of(self, stage: int) -> int:
+        """The device group of a stage, where its parameters live."""
+        return device_groups(self.meshes)[1][stage]
+
+    @property
     def devices(self) -> tuple[int, ...]:
-        return tuple(device for mesh in self.meshes for device in mesh.devices)
+        return tuple(device for mesh in self.groups for device in mesh.devices)
+
+
+@cache
+def device_groups(meshes: tuple[Mesh, ...]) -> tuple[tuple[Mesh, ...], tuple[int, ...]]:
+    """The distinct meshes of stages, and for every stage the number of its own."""
+    numbers: dict[tuple[int, ...], int] = {}
+    groups: list[Mesh] = []
+    found = []
+    for mesh in meshes:
+        if mesh.devices not in numbers:
+            numbers[mesh.devices] = len(groups)
+            groups.append(mesh)
+        found.append(numbers[mesh.devices])
+    return tuple(groups), tuple(found)
 
 
 def require_model(plan: Plan, graph: Graph) -> None:

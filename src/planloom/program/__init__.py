@@ -26,6 +26,7 @@ from planloom.program.values import (
     Transfer,
     Update,
     Wait,
+    WeightGradient,
     collectives_in,
 )
 from planloom.program.verify import Proof, verify_program
@@ -58,6 +59,7 @@ __all__ = [
     "Transfer",
     "Update",
     "Wait",
+    "WeightGradient",
     "build_program",
     "collectives_in",
     "executed",

@@ -6,7 +6,7 @@ from planloom.collective import DigitsPrice, seconds_price, volume_price
 from planloom.plan import Plan, require_model, require_plan
 from planloom.program.materialize import materialize
 from planloom.program.runs import form_runs
-from planloom.program.schedule import schedule_calls
+from planloom.program.schedule import find_ways
 from planloom.program.transform import split_blocks
 from planloom.program.values import Program
 
@@ -21,8 +21,8 @@ def build_program(blocks: BlockGraph, plan: Plan, *, price: DigitsPrice | None =
     require_plan(plan, blocks)
     splits = split_blocks(blocks, plan)  # transform
     runs = form_runs(splits)
-    calls = schedule_calls(plan)  # schedule
-    return materialize(splits, runs, calls, price or plan_price(plan))  # materialize
+    ways = find_ways(plan)  # schedule
+    return materialize(splits, runs, ways, price or plan_price(plan))  # materialize
 
 
 def plan_price(plan: Plan) -> DigitsPrice:

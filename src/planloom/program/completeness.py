@@ -4,17 +4,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from planloom.blocks import Block, BlockGraph
+from planloom.blocks import Block, BlockDim, BlockGraph
 from planloom.layout import Box, Combine
 from planloom.layout.boxes import whole
+from planloom.plan.checks import BATCH_DIM
 from planloom.program.symbols import SEED, STORED, Symbol, covers, missing
 
 
 @dataclass(frozen=True, kw_only=True)
 class Completeness:
-    """What is complete in a model; answers are words that say what is missing, empty if nothing is."""
+    """What is complete in a model; answers are words that say what is missing, empty if nothing is.
+
+    `share`: of so many micro-batches, only so many are looked at: what is summed over the batch is complete with their
+    part of it.
+    """
 
     blocks: BlockGraph
+    share: tuple[int, int] = (1, 1)
 
     def lacks_value(self, symbol: Symbol) -> str:
         if symbol.tensor in self.blocks.graph.parameters:
@@ -22,7 +28,7 @@ class Completeness:
         block = self.blocks.blocks[self.blocks.producer[symbol.tensor]]
         if any(part[0][:2] != (symbol.tensor, block.name) for part in symbol.parts):
             return "it holds foreign contributions"
-        full = tuple((0, dim.size) for dim in block.dims if symbol.tensor in dim.partials)
+        full = tuple((0, self._size(dim)) for dim in block.dims if symbol.tensor in dim.partials)
         boxes = [part[0][2] for part in symbol.parts]
         return "" if covers(boxes, full) else f"{block.name} contributed only {len(boxes)} of its parts"
 
@@ -52,9 +58,13 @@ class Completeness:
         for tensor, indices in self.blocks.consumers.items():
             for block in (self.blocks.blocks[index] for index in indices):
                 if self.gives_cotangents(block):
-                    lacking = whole(tuple(dim.size for dim in block.dims if tensor not in dim.shards))
+                    lacking = whole(tuple(self._size(dim) for dim in block.dims if tensor not in dim.shards))
                     found.setdefault(tensor, {})[block.name] = lacking
         return found
+
+    def _size(self, dim: BlockDim) -> int:
+        found, of = self.share
+        return dim.size * found // of if dim.name == BATCH_DIM else dim.size
 
     def _outputs(self, consumer: str) -> Mapping[str, Mapping[str, Box]]:
         block = self._by_name[consumer]

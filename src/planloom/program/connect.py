@@ -18,10 +18,10 @@ MaskBuffer = Callable[[int, Slot], Buffer]
 
 
 class Connections:
-    """Changes of layout on the meshes of a plan; `mask_buffer` finds the masks that rows of experts are moved with."""
+    """Changes of layout of device groups; `mask_buffer` finds the masks that rows of experts are moved with."""
 
     def __init__(self, splits: Splits, price: DigitsPrice, mask_buffer: MaskBuffer) -> None:
-        self.graph, self.meshes, self.price = splits.blocks.graph, splits.plan.meshes, price
+        self.graph, self.meshes, self.price = splits.blocks.graph, splits.plan.groups, price
         self._mask_buffer = mask_buffer
 
     def change(

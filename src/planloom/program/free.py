@@ -1,4 +1,7 @@
-"""Free every buffer of a micro-batch after its last use in the body that made it."""
+"""Free every buffer of a micro-batch after its last use in the bodies that it goes through."""
+
+from collections.abc import Sequence
+from dataclasses import replace
 
 from planloom.program.values import (
     Accumulate,
@@ -15,6 +18,7 @@ from planloom.program.values import (
     Sum,
     Update,
     Wait,
+    WeightGradient,
     collectives_in,
 )
 
@@ -48,7 +52,7 @@ def writes(instruction: Instruction) -> tuple[Buffer, ...]:
     match instruction:
         case Forward(outputs=outputs):
             return outputs
-        case Backward(outputs=outputs):
+        case Backward(outputs=outputs) | WeightGradient(outputs=outputs):
             return tuple(buffer for buffer in outputs if buffer is not None)
         case Collective(target=target) | Receive(target=target) | Accumulate(target=target):
             return (target,)
@@ -61,31 +65,36 @@ def writes(instruction: Instruction) -> tuple[Buffer, ...]:
     return ()
 
 
-def free_after_last_use(
-    body: list[Instruction], *, kept: frozenset[Buffer] = frozenset(), inherited: frozenset[Buffer] = frozenset()
-) -> tuple[Instruction, ...]:
-    """The same body with a `Free` behind the last use of every buffer of the micro-batch that no send holds or takes.
+def free_after_last_use(bodies: Sequence[Sequence[Instruction]]) -> list[tuple[Instruction, ...]]:
+    """The bodies that a micro-batch goes through, with a `Free` behind the last use of every buffer of its own.
 
-    `kept`: buffers that a later body reads, and frees as `inherited`.
+    Not where a send holds the buffer, which the wait for it frees, unless it is used after that; nor where a
+    collective takes it.
     """
-    sent = {instruction.source for instruction in body if isinstance(instruction, Send)}
-    source_of = {c.target: c.source for instruction in body for c in collectives_in(instruction)}
-    taken = {c.source for i in body if isinstance(i, Coalesced) and i.takes_sources for c in i.collectives}
+    line = [(number, instruction) for number, body in enumerate(bodies) for instruction in body]
+    sent = {instruction.source for _, instruction in line if isinstance(instruction, Send)}
+    source_of = {c.target: c.source for _, instruction in line for c in collectives_in(instruction)}
+    taken = {c.source for _, i in line if isinstance(i, Coalesced) and i.takes_sources for c in i.collectives}
+    made = {buffer for _, instruction in line for buffer in writes(instruction) if buffer.indexed} - taken
     last: dict[Buffer, int] = {}
-    for i, instruction in enumerate(body):
+    last_read: dict[Buffer, int] = {}
+    for at, (_, instruction) in enumerate(line):
         used = (*writes(instruction), *reads(instruction))
         if isinstance(instruction, Wait) and instruction.buffer in source_of:
             used += (source_of[instruction.buffer],)  # in flight until then
-        for buffer in used:
-            if buffer.indexed and buffer not in sent | taken | kept:
-                last[buffer] = i
-    made = {*inherited, *(buffer for instruction in body for buffer in writes(instruction))}
+        for buffer in made.intersection(used):
+            last[buffer] = at
+            if not isinstance(instruction, Wait | Free):
+                last_read[buffer] = at
+    awaited = {i.buffer: at for at, (_, i) in enumerate(line) if isinstance(i, Wait) and i.free and not i.lag}
+    read_on = {buffer for buffer in sent if last_read.get(buffer, -1) > awaited.get(buffer, len(line))}
     freed: dict[int, list[Buffer]] = {}
-    for buffer, i in last.items():
-        if buffer in made:
-            freed.setdefault(i, []).append(buffer)
-    result: list[Instruction] = []
-    for i, instruction in enumerate(body):
-        result.append(instruction)
-        result += [Free(buffer=buffer) for buffer in freed.get(i, ())]
-    return tuple(result)
+    for buffer, at in last.items():
+        if buffer not in sent or buffer in read_on:
+            freed.setdefault(at, []).append(buffer)
+    results: list[list[Instruction]] = [[] for _ in bodies]
+    for at, (number, instruction) in enumerate(line):
+        if isinstance(instruction, Wait) and instruction.free and instruction.buffer in read_on:
+            instruction = replace(instruction, free=False)
+        results[number] += [instruction, *(Free(buffer=buffer) for buffer in freed.get(at, ()))]
+    return [tuple(result) for result in results]

@@ -1,9 +1,9 @@
 """From gradients to new parameters: summed over micro-batches, reduced to the optimizer's layout, updated, gathered."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 from planloom.layout import Layout
-from planloom.program.bodies import StageBodies
+from planloom.program.bodies import PartBodies, StageBodies
 from planloom.program.connect import Connections
 from planloom.program.overlap import bucket_bytes, coalesce, may_be_coalesced
 from planloom.program.values import (
@@ -37,15 +37,17 @@ class Gradients:
         target = sums.setdefault(layout, Buffer(name=f"{slot.tensor}:sum{len(sums)}"))
         body.append(Accumulate(tensor=slot.tensor, target=target, source=cotangent))
 
-    def scatter(self, stage: StageBodies, scattered: list[tuple[Slot, list[Collective], Buffer]]) -> None:
+    def scatter(
+        self, stage: StageBodies, part: PartBodies, scattered: list[tuple[Slot, list[Collective], Buffer]]
+    ) -> None:
         """Reduce gradients to the optimizer's shards; they are awaited and added after the next run's backward."""
         body = self.connections.together([found for _, found, _ in scattered], takes_sources=True)
         last = [Wait(buffer=found[-1].target) for _, found, _ in scattered if found]
-        stage.backward += [i for i in body if i not in last]
-        stage.delayed += last
+        part.gradient_body.extend(i for i in body if i not in last)
+        part.delayed += last
         for slot, found, cotangent in scattered:
             layout = self.parameters[slot.tensor].optimizer_layout
-            self.accumulate(stage.delayed, stage, slot, found[-1].target if found else cotangent, layout)
+            self.accumulate(part.delayed, stage, slot, found[-1].target if found else cotangent, layout)
 
     def send(self, s: int) -> None:
         """Bring every sum of gradients that another stage made to the optimizer's layout at the parameter's home."""
@@ -71,11 +73,14 @@ class Gradients:
                 target.gradients.setdefault(name, {})
                 target.imported_gradients.setdefault(name, []).append(received)
 
-    def update(self, s: int) -> None:
-        """One optimizer step of a stage, and the gathering of what it updated in shards."""
+    def update(self, s: int, readers: Mapping[str, Set[int]]) -> None:
+        """One optimizer step of a group, and the gathering of what it updated in shards.
+
+        `readers`: for every parameter the stages of the plan that read it.
+        """
         stage = self.stages[s]
         updated = [home for home in self.parameters.values() if home.stage == s and home.name in stage.gradients]
-        buckets = self._bucketed(s, updated)
+        buckets = self._bucketed(s, updated, readers)
         gradients = [buckets.get(home.name) or self._reduced(s, home) for home in updated]
         stage.exit += [Wait(buffer=gradient) for gradient in buckets.values()]
         targets = tuple(home.updated for home in updated)
@@ -101,22 +106,30 @@ class Gradients:
             before = collectives_in(bucket)
         return [*body, *(Wait(buffer=gather.target) for gather in before)]
 
-    def _bucketed(self, s: int, updated: list[StoredParameter]) -> dict[str, Buffer]:
-        """The gradients that are reduced during the last backward, by parameter: those with one sum, made here."""
-        stage, found = self.stages[s], {}
+    def _bucketed(self, s: int, updated: list[StoredParameter], readers: Mapping[str, Set[int]]) -> dict[str, Buffer]:
+        """The gradients that are reduced during a stage's last backward, by parameter: those with one sum, made there.
+
+        A parameter that two stages of the group read is complete in neither's last backward alone.
+        """
+        stage, graph = self.stages[s], self.connections.graph
+        found: dict[int, dict[str, Collective]] = {}
         for home in updated:
             sums = stage.gradients[home.name]
-            if len(sums) == 1 and not stage.imported_gradients.get(home.name):
+            here = {part.stage for part in stage.parts} & readers[home.name]
+            if len(sums) == 1 and len(here) == 1 and not stage.imported_gradients.get(home.name):
                 ((layout, buffer),) = sums.items()
                 name, slot = f"{home.name}:reduced0", whole_parameter(home)
                 parts = self.connections.collectives(s, slot, buffer, layout, home.optimizer_layout, name)
                 if len(parts) == 1 and may_be_coalesced(parts[0]):
-                    found[home.name] = parts[0]
-        ready = [i.target for i in stage.backward if isinstance(i, Accumulate)]
-        collectives = sorted(found.values(), key=lambda c: len(ready) - 1 - ready[::-1].index(c.source))
-        graph = self.connections.graph
-        stage.buckets = coalesce(graph, collectives, max_bytes=bucket_bytes(graph, collectives), takes_sources=True)
-        return {name: collective.target for name, collective in found.items()}
+                    found.setdefault(here.pop(), {})[home.name] = parts[0]
+        for number, reductions in found.items():
+            bodies = [body.gradient_body for part, body in stage.parts.items() if part.stage == number]
+            ready = [i.target for body in bodies for i in body if isinstance(i, Accumulate)]
+            collectives = sorted(reductions.values(), key=lambda c: len(ready) - 1 - ready[::-1].index(c.source))
+            stage.buckets[number] = coalesce(
+                graph, collectives, max_bytes=bucket_bytes(graph, collectives), takes_sources=True
+            )
+        return {name: c.target for reductions in found.values() for name, c in reductions.items()}
 
     def _reduced(self, s: int, home: StoredParameter) -> Buffer:
         """The gradient of a parameter at its home, summed and reduced in the exit."""

@@ -1,36 +1,49 @@
 """Materialize: connect every producer's layout to every consumer's, and write the bodies.
 
-A stage has four bodies:
+A device group has bodies
 
-    enter     what the step needs once: parameters from their home stage, parameters used in another layout
-    forward   for each run: its inputs in its layouts, the run, sends to later stages
+    enter     what the step needs once: parameters from their home, parameters used in another layout
+    exit      gradients reduced to the optimizer's layout, update, gather; the loss completed and told to all groups
+
+and for every stage that it calls, by every way on which it does (`schedule`),
+
+    forward   for each run: its inputs in its layouts, the run, sends to other groups
     backward  runs in reverse: the cotangents of each output meet in a junction (summed where layouts agree, reduced,
               summed), the run's vector-Jacobian product, parameter gradients accumulated; before the first run of a
-              segment that is recomputed, what its backwards need is carried out again (`recompute`)
-    exit      gradients reduced to the optimizer's layout, update, gather; the loss completed and told to all stages
+              segment that is recomputed, what its backwards need is carried out again (`recompute`). Where a plan
+              calls input- and weight-gradient apart, all that concerns the gradients of parameters is a body of its own
 
-and a fifth, the last backward, where gradients are reduced meanwhile (`overlap`).
+and one more, the last backward of a stage, where gradients are reduced meanwhile (`overlap`).
+
+Stages of one group pass tensors on without an exchange. A copy of a stage has runs of its own; its parameters come
+from the stage's home once a step, and its gradients go there: partial sums, as those of any second reader.
 
 Communication starts where its source is ready and is awaited where its result is needed. A send to a later stage is
 awaited in the backward of the same micro-batch, whose cotangent proves that it arrived; a cotangent's send in the next
-backward. So no order of calls can block on a send, and the verifier proves it for each program.
+backward, or, where an order would then block, at the end of the step. So no order of calls can block on a send, and
+the verifier proves it for each program.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
 from planloom.collective import DigitsPrice
+from planloom.errors import PlanError
 from planloom.layout import Layout
-from planloom.program.bodies import StageBodies, Use
+from planloom.plan import Plan
+from planloom.plan.order_checks import sends_may_lag
+from planloom.plan.orders import Phase
+from planloom.program.bodies import PartBodies, StageBodies, Use
 from planloom.program.connect import Connections
 from planloom.program.gradients import Gradients, sum_into
 from planloom.program.recompute import Recomputation, find_recomputations, masks_of, runs_with_backward
+from planloom.program.schedule import Part, Ways
 from planloom.program.storage import is_gathered, is_scattered, store_parameters
 from planloom.program.transform import Splits
 from planloom.program.values import (
     Accumulate,
     Backward,
-    BodyCall,
     Buffer,
     Collective,
     Forward,
@@ -44,31 +57,36 @@ from planloom.program.values import (
     StageProgram,
     Sum,
     Wait,
+    WeightGradient,
 )
 
 LOSS = Buffer(name="loss")
 _LOSS_TOTAL = Buffer(name="loss:total")
 
 
-def materialize(
-    splits: Splits, runs: tuple[Run, ...], calls: tuple[tuple[BodyCall, ...], ...], price: DigitsPrice
-) -> Program:
-    """The program of all stages."""
-    builder = _Builder(splits, runs, price)
+def materialize(splits: Splits, runs: tuple[Run, ...], ways: Ways, price: DigitsPrice) -> Program:
+    """The program of all device groups."""
+    builder = _Builder(splits, runs, ways, price)
     builder.build()
     plan = splits.plan
     stages = []
-    for s, stage in enumerate(builder.stages):
-        bodies, stage_calls = stage.finished(calls[s])
+    for group, stage in enumerate(builder.stages):
+        bodies, calls = stage.finished(plan.orders[group], ways)
         parameters = tuple(
             replace(p, gathers=tuple(sorted(stage.gathers.get(p.name, ()))))
             for p in builder.parameters.values()
-            if p.stage == s
+            if p.stage == group
         )
         stages.append(
-            StageProgram(mesh=plan.meshes[s], bodies=bodies, calls=stage_calls, parameters=parameters, loss=LOSS)
+            StageProgram(mesh=plan.groups[group], bodies=bodies, calls=calls, parameters=parameters, loss=LOSS)
         )
-    return Program(plan_name=plan.name, num_micro_batches=plan.num_micro_batches, stages=tuple(stages), runs=runs)
+    return Program(
+        plan_name=plan.name,
+        num_micro_batches=plan.num_micro_batches,
+        stages=tuple(stages),
+        runs=tuple(builder.runs),
+        trains=builder.trains,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,214 +99,308 @@ class _Again:
 
 
 class _Builder:
-    def __init__(self, splits: Splits, runs: tuple[Run, ...], price: DigitsPrice) -> None:
-        self.splits, self.runs = splits, runs
+    """Writes the bodies of all groups, way by way; `part` is the one that is being written."""
+
+    part: PartBodies
+
+    def __init__(self, splits: Splits, runs: tuple[Run, ...], ways: Ways, price: DigitsPrice) -> None:
+        self.splits, self.ways = splits, ways
+        self.runs = list(runs)
+        """The runs of stages at home, then those of copies."""
         self.graph = splits.blocks.graph
         self.parameters = store_parameters(splits)
-        self.stages = [StageBodies() for _ in splits.plan.meshes]
-        self.connections = Connections(splits, price, self._value)
+        self.stages = [StageBodies() for _ in splits.plan.groups]
+        self.connections = Connections(splits, price, lambda _, slot: self._value(slot))
         self.gradients = Gradients(self.connections, self.parameters, self.stages)
         self.made = {slot.tensor: (run, slot) for run in runs for slot in run.outputs}
-        self.imports = self._find_imports()
-        self.with_backward = runs_with_backward(self.graph, runs)
+        """By tensor: the run of its stage, at home, and the slot."""
+        self.trains = any(call.phase != "forward" for order in splits.plan.orders for call in order)
+        self.with_backward = runs_with_backward(self.graph, runs) if self.trains else frozenset()
         recomputations = find_recomputations(splits, runs, self.with_backward)
         self.recomputed_before = {found.first_backward: found for found in recomputations}
         """By the run whose backward is the first to need it."""
         self.recomputed = frozenset(index for found in recomputations for index in found.saving)
         self.masks = masks_of(self.graph)
+        self.may_lag = sends_may_lag(splits.plan.orders, len(splits.plan.meshes))
+        self.copies: dict[tuple[int, int], int] = {}
+        self.imports: dict[tuple[str, int], tuple[int, Slot]] = {}
+        phases = _phases(splits.plan, ways)
+        for part in ways.parts():
+            stage = self.stages[part.group]
+            stage.parts[part] = PartBodies(part=part, phases=phases.get(part, frozenset()))
+        self._require_storage()
 
-    def _find_imports(self) -> dict[tuple[str, int], tuple[int, Slot]]:
-        """(tensor, stage) → the first run of the stage that reads a tensor made in another, and its slot."""
-        imports: dict[tuple[str, int], tuple[int, Slot]] = {}
-        for run in self.runs:
-            for slot in run.inputs:
-                if slot.tensor in self.made and self.made[slot.tensor][0].stage != run.stage:
-                    imports.setdefault((slot.tensor, run.stage), (run.index, slot))
-        return imports
+    def _require_storage(self) -> None:
+        split = any(part.is_split for stage in self.stages for part in stage.parts.values())
+        gathered = [name for name, how in self.splits.plan.storage.items() if how.kind == "zero3"]
+        if split and gathered:
+            raise PlanError(
+                "weight-gradients apart do not go with parameters that are gathered for every use",
+                given=f"zero3 for {gathered[0]}" + (f" and {len(gathered) - 1} others" if gathered[1:] else ""),
+                required="zero1 or zero2 under this schedule, or a schedule with whole backwards",
+            )
 
     def build(self) -> None:
-        for run in self.runs:
-            self._forward(run)
-        for run in reversed(self.runs):
-            self._backward(run)
-        for stage in self.stages:
-            stage.backward += stage.delayed
+        base = tuple(self.runs)
+        for way, homes in enumerate(self.ways.homes):
+            self.imports = self._find_imports(base, homes)
+            for run in base:
+                self._enter(way, homes, run)
+                self._forward(run, self._copy(run))
+            for run in reversed(base):
+                self._enter(way, homes, run)
+                self._backward(run, self._copy(run))
+            for part in self._parts(way):
+                part.gradient_body.extend(part.delayed)
+                part.delayed = []
         for s in reversed(range(len(self.stages))):
             self.gradients.send(s)
         for s in range(len(self.stages)):
-            self.gradients.update(s)
+            if self.trains:
+                self.gradients.update(s, self._stages_of_parameters())
         self._loss()
+
+    def _parts(self, way: int) -> list[PartBodies]:
+        return [body for stage in self.stages for part, body in stage.parts.items() if part.way == way]
+
+    def _stage_of(self, run: Run) -> int:
+        return self.splits.plan.stages[run.blocks[0].block]
+
+    def _stages_of_parameters(self) -> dict[str, set[int]]:
+        """The stages of the plan that read each parameter."""
+        found: dict[str, set[int]] = {}
+        for run in self.runs:
+            for slot in run.inputs:
+                if slot.tensor in self.parameters:
+                    found.setdefault(slot.tensor, set()).add(self._stage_of(run))
+        return found
+
+    def _enter(self, way: int, homes: Sequence[int], run: Run) -> None:
+        stage = self._stage_of(run)
+        part = Part(way=way, stage=stage, group=homes[stage])
+        self.part = self.stages[part.group].parts[part]
+
+    @property
+    def group(self) -> int:
+        return self.part.part.group
+
+    @property
+    def role(self) -> StageBodies:
+        return self.stages[self.group]
+
+    @property
+    def arrived(self) -> dict[Use, Buffer]:
+        return self.role.arrived.setdefault(self.part.part.way, {})
+
+    @property
+    def cotangents(self) -> dict[str, list[tuple[Layout, Buffer]]]:
+        return self.role.cotangents.setdefault(self.part.part.way, {})
+
+    def _other(self, tensor: str) -> PartBodies:
+        """The part that makes a tensor on the present way."""
+        way, stage = self.part.part.way, self._stage_of(self.made[tensor][0])
+        part = Part(way=way, stage=stage, group=self.ways.homes[way][stage])
+        return self.stages[part.group].parts[part]
+
+    def _copy(self, run: Run) -> Run:
+        """A run on the group of the present part: itself at home, else one like it."""
+        if run.stage == self.group:
+            return run
+        key = (run.index, self.group)
+        if key not in self.copies:
+            self.copies[key] = len(self.runs)
+            self.runs.append(replace(run, index=len(self.runs), stage=self.group))
+        return self.runs[self.copies[key]]
+
+    def _find_imports(self, runs: Sequence[Run], homes: Sequence[int]) -> dict[tuple[str, int], tuple[int, Slot]]:
+        """(tensor, group) → the first run of the group that reads a tensor made in another, and its slot."""
+        imports: dict[tuple[str, int], tuple[int, Slot]] = {}
+        for run in runs:
+            group = homes[self._stage_of(run)]
+            for slot in run.inputs:
+                if slot.tensor in self.made and homes[self._stage_of(self.made[slot.tensor][0])] != group:
+                    imports.setdefault((slot.tensor, group), (run.index, slot))
+        return imports
 
     # -- forward
 
-    def _forward(self, run: Run) -> None:
-        stage = self.stages[run.stage]
-        self._receive_imports(run)
-        gathered = self._gather(run, stage.forward, {})
+    def _forward(self, base: Run, run: Run) -> None:
+        """`base`: the run at its stage's home; `run`: the same on the present group."""
+        body = self.part.forward
+        self._receive_imports(base)
+        gathered = self._gather(run, body, {})
         inputs = [
-            self._value(run.stage, slot)
+            self._value(slot)
             if slot.tensor not in self.parameters
-            else gathered.get((slot.tensor, slot.layout)) or self._parameter(run.stage, slot)
+            else gathered.get((slot.tensor, slot.layout)) or self._parameter(slot)
             for slot in run.inputs
         ]
         outputs = tuple(Buffer(name=slot.tensor, indexed=True) for slot in run.outputs)
-        saves = run.index in self.with_backward and run.index not in self.recomputed
-        stage.forward.append(Forward(run=run.index, inputs=tuple(inputs), outputs=outputs, saves=saves))
-        stage.forward += [Free(buffer=buffer) for buffer in gathered.values()]
+        saves = base.index in self.with_backward and base.index not in self.recomputed
+        body.append(Forward(run=run.index, inputs=tuple(inputs), outputs=outputs, saves=saves))
+        body += [Free(buffer=buffer) for buffer in gathered.values()]
         for slot, buffer in zip(run.outputs, outputs, strict=True):
-            stage.values[slot.tensor, slot.layout] = buffer
+            self.arrived[slot.tensor, slot.layout] = buffer
             if slot.tensor == self.graph.loss:
-                stage.forward.append(Accumulate(tensor=slot.tensor, target=_LOSS_TOTAL, source=buffer))
-            self._export(run, slot, buffer)
+                body.append(Accumulate(tensor=slot.tensor, target=_LOSS_TOTAL, source=buffer))
+            self._export(slot, buffer)
 
-    def _receive_imports(self, run: Run) -> None:
-        """What this run is the first of its stage to read from another one: both halves of the exchange."""
-        for (tensor, stage), (first, slot) in self.imports.items():
-            if stage == run.stage and first == run.index:
-                source, made = self.made[tensor]
+    def _receive_imports(self, base: Run) -> None:
+        """What this run is the first of its group to read from another one: both halves of the exchange."""
+        for (tensor, group), (first, slot) in self.imports.items():
+            if group == self.group and first == base.index:
+                whole, source = self.made[tensor][1].layout.completed(), self._other(tensor)
+                exported = self.stages[source.part.group].arrived[source.part.way][tensor, whole]
                 received = Buffer(name=f"{tensor}:received", indexed=True)
                 self.connections.exchange(
                     slot,
-                    (source.stage, self.stages[source.stage].forward, self._exported(tensor), made.layout.completed()),
-                    (stage, self.stages[stage].forward, received, slot.layout),
+                    (source.part.group, source.forward, exported, whole),
+                    (group, self.part.forward, received, slot.layout),
                 )
-                self.stages[stage].values[tensor, slot.layout] = received
+                self.arrived[tensor, slot.layout] = received
 
-    def _exported(self, tensor: str) -> Buffer:
-        source, made = self.made[tensor]
-        return self.stages[source.stage].values[tensor, made.layout.completed()]
-
-    def _export(self, run: Run, slot: Slot, buffer: Buffer) -> None:
-        """Complete what a later stage reads, and await its sends in the backward."""
-        if any(tensor == slot.tensor for tensor, _ in self.imports):
-            whole = slot.layout.completed()
-            stage = self.stages[run.stage]
-            if (slot.tensor, whole) not in stage.values:
-                name = f"{slot.tensor}:complete"
-                stage.values[slot.tensor, whole] = self.connections.change(
-                    stage.forward, run.stage, slot, buffer, slot.layout, whole, name
-                )
-            stage.backward.append(Wait(buffer=stage.values[slot.tensor, whole], free=True))
-
-    def _value(self, s: int, slot: Slot) -> Buffer:
-        """An activation in the layout that a run needs."""
-        stage = self.stages[s]
-        key = (slot.tensor, slot.layout)
-        if key not in stage.values:
-            before = self._arrived(s, slot.tensor)
-            name = f"{slot.tensor}@{slot.layout}"
-            stage.values[key] = self.connections.change(
-                stage.forward, s, slot, stage.values[slot.tensor, before], before, slot.layout, name
+    def _export(self, slot: Slot, buffer: Buffer) -> None:
+        """Complete what another group reads, and await its sends in the backward."""
+        if all(tensor != slot.tensor for tensor, _ in self.imports):
+            return
+        whole = slot.layout.completed()
+        if (slot.tensor, whole) not in self.arrived:
+            name = f"{slot.tensor}:complete"
+            self.arrived[slot.tensor, whole] = self.connections.change(
+                self.part.forward, self.group, slot, buffer, slot.layout, whole, name
             )
-        return stage.values[key]
+        sent = self.arrived[slot.tensor, whole]
+        if self.trains:
+            self.part.backward.append(Wait(buffer=sent, free=True))
+        else:
+            self.part.forward.insert(0, Wait(buffer=sent, lag=1, free=True))
+            self._await_at_the_end(sent)
 
-    def _arrived(self, s: int, tensor: str) -> Layout:
-        """The layout in which a tensor was made in a stage, or received."""
-        return next(layout for name, layout in self.stages[s].values if name == tensor)
+    def _await_at_the_end(self, buffer: Buffer) -> None:
+        wait = Wait(buffer=buffer, every=True, free=True)
+        self.role.exit += [wait] if wait not in self.role.exit else []
+
+    def _value(self, slot: Slot) -> Buffer:
+        """An activation in the layout that a run needs."""
+        key = (slot.tensor, slot.layout)
+        found = self.arrived.get(key) or self.part.values.get(key)
+        if found is None:
+            before = self._arrived(slot.tensor)
+            name = f"{slot.tensor}@{slot.layout}"
+            if len(self.role.parts) > 1:
+                name += f" for {self.part.part.stage}"  # others bring it there by themselves
+            found = self.part.values[key] = self.connections.change(
+                self.part.forward, self.group, slot, self.arrived[slot.tensor, before], before, slot.layout, name
+            )
+        return found
+
+    def _arrived(self, tensor: str) -> Layout:
+        """The layout in which a tensor was made in a group, or received."""
+        return next(layout for name, layout in self.arrived if name == tensor)
 
     def _gather(self, run: Run, body: list[Instruction], held: dict[Use, tuple[Buffer, int]]) -> dict[Use, Buffer]:
         """The parameters that are gathered for this run alone, all at once; those that are held need not be."""
-        stage, gathered, changes = self.stages[run.stage], {}, []
+        gathered, changes = {}, []
         for slot in run.inputs:
             home, use = self.parameters.get(slot.tensor), (slot.tensor, slot.layout)
             if (
                 home is None
                 or use in held
                 or home.layout == slot.layout
-                or not is_gathered(self.splits.plan, home, run.stage)
+                or not is_gathered(self.splits.plan, home, self.group)
             ):
                 continue
             name = f"{slot.tensor}:gathered@{slot.layout}"
-            changes.append(self.connections.collectives(run.stage, slot, home.buffer, home.layout, slot.layout, name))
+            changes.append(self.connections.collectives(self.group, slot, home.buffer, home.layout, slot.layout, name))
             gathered[use] = changes[-1][-1].target
-            stage.gathers.setdefault(slot.tensor, set()).add(changes[-1][-1].target)
+            self.role.gathers.setdefault(slot.tensor, set()).add(changes[-1][-1].target)
         body += self.connections.together(changes)
         return gathered
 
-    def _parameter(self, s: int, slot: Slot) -> Buffer:
+    def _parameter(self, slot: Slot) -> Buffer:
         """A parameter in the layout of its use, where it is not gathered for every use."""
-        stage, home = self.stages[s], self.parameters[slot.tensor]
-        if home.stage == s and home.layout == slot.layout:
+        role, home = self.role, self.parameters[slot.tensor]
+        if home.stage == self.group and home.layout == slot.layout:
             return home.buffer
         key = (slot.tensor, slot.layout)
-        if key not in stage.values:
+        if key not in role.used:
             used = Buffer(name=f"{slot.tensor}:used@{slot.layout}")
-            if home.stage == s:
-                self.connections.change(stage.enter, s, slot, home.buffer, home.layout, slot.layout, used.name)
+            if home.stage == self.group:
+                self.connections.change(role.enter, self.group, slot, home.buffer, home.layout, slot.layout, used.name)
             else:
                 sender = (home.stage, self.stages[home.stage].enter, home.buffer, home.layout)
-                self.connections.exchange(slot, sender, (s, stage.enter, used, slot.layout))
+                self.connections.exchange(slot, sender, (self.group, role.enter, used, slot.layout))
                 self.stages[home.stage].exit.append(Wait(buffer=home.buffer, every=True))
-            stage.values[key] = used
-            stage.exit.append(Free(buffer=used))
-        return stage.values[key]
+            role.used[key] = used
+            role.exit.append(Free(buffer=used))
+        return role.used[key]
 
     # -- recompute
 
-    def _recompute(self, s: int, what: Recomputation) -> None:
+    def _recompute(self, what: Recomputation) -> None:
         """Carry out again what the backwards of a segment need.
 
         Where a stage's backward begins with it, it need not wait for the cotangents of later stages, and goes first.
         """
-        stage, again = self.stages[s], _Again(what=what, body=[], values={})
+        part, again = self.part, _Again(what=what, body=[], values={})
         last_use = {
             (slot.tensor, slot.layout): index
             for index in sorted(what.saving, reverse=True)
             for slot in self.runs[index].inputs
         }
         for index in what.runs:
-            self._forward_again(self.runs[index], again, last_use)
-        again.body.extend(stage.delayed)
-        stage.delayed = []
-        at = len(stage.backward)
-        if not any(isinstance(instruction, Backward) for instruction in stage.backward):
-            at = next((i for i, found in enumerate(stage.backward) if isinstance(found, Receive)), at)
-        stage.backward[at:at] = again.body
+            self._forward_again(self._copy(self.runs[index]), index in what.saving, again, last_use)
+        if not part.is_split:
+            again.body.extend(part.delayed)
+            part.delayed = []
+        at = len(part.backward)
+        if not any(isinstance(instruction, Backward) for instruction in part.backward):
+            at = next((i for i, found in enumerate(part.backward) if isinstance(found, Receive)), at)
+        part.backward[at:at] = again.body
 
-    def _forward_again(self, run: Run, again: _Again, last_use: dict[Use, int]) -> None:
+    def _forward_again(self, run: Run, saves: bool, again: _Again, last_use: dict[Use, int]) -> None:
         """One run; parameters that were gathered for it are held for its backward."""
-        stage, body = self.stages[run.stage], again.body
-        gathered = self._gather(run, body, stage.held)
-        stage.held.update((use, (buffer, last_use[use])) for use, buffer in gathered.items() if use in last_use)
+        held, body = self.part.held, again.body
+        gathered = self._gather(run, body, held)
+        held.update((use, (buffer, last_use[use])) for use, buffer in gathered.items() if use in last_use)
         inputs = []
         for slot in run.inputs:
             use = (slot.tensor, slot.layout)
             if slot.tensor not in self.parameters:
-                inputs.append(self._value_again(run.stage, slot, again))
-            elif use in stage.held:
-                inputs.append(stage.held[use][0])
+                inputs.append(self._value_again(slot, again))
+            elif use in held:
+                inputs.append(held[use][0])
             else:
-                inputs.append(gathered.get(use) or self._parameter(run.stage, slot))
+                inputs.append(gathered.get(use) or self._parameter(slot))
         outputs = tuple(Buffer(name=again.what.name(slot.tensor), indexed=True) for slot in run.outputs)
-        saves = run.index in again.what.saving
         body.append(Forward(run=run.index, inputs=tuple(inputs), outputs=outputs, saves=saves, again=True))
-        body += [Free(buffer=buffer) for use, buffer in gathered.items() if use not in stage.held]
+        body += [Free(buffer=buffer) for use, buffer in gathered.items() if use not in held]
         again.values.update(
             ((slot.tensor, slot.layout), buffer) for slot, buffer in zip(run.outputs, outputs, strict=True)
         )
 
-    def _value_again(self, s: int, slot: Slot, again: _Again) -> Buffer:
+    def _value_again(self, slot: Slot, again: _Again) -> Buffer:
         """An activation as a run reads it: made again, or what entered the segment, kept from the forward."""
-        use, values = (slot.tensor, slot.layout), self.stages[s].values
+        use = (slot.tensor, slot.layout)
         if slot.tensor in self.masks:
-            return self._value(s, slot)
+            return self._value(slot)
         if use not in again.values:
             if all(tensor != slot.tensor for tensor, _ in again.values):
-                kept = self._kept_layout(s, slot, again.what)
-                again.values[slot.tensor, kept] = values[slot.tensor, kept]
+                kept = self._kept_layout(slot, again.what)
+                again.values[slot.tensor, kept] = self._value(replace(slot, layout=kept))
             before = next(layout for tensor, layout in again.values if tensor == slot.tensor)
             name = f"{again.what.name(slot.tensor)}@{slot.layout}"
             again.values[use] = self.connections.change(
-                again.body, s, slot, again.values[slot.tensor, before], before, slot.layout, name
+                again.body, self.group, slot, again.values[slot.tensor, before], before, slot.layout, name
             )
         return again.values[use]
 
-    def _kept_layout(self, s: int, slot: Slot, what: Recomputation) -> Layout:
+    def _kept_layout(self, slot: Slot, what: Recomputation) -> Layout:
         """In which layout to keep what enters a segment: as it is read, unless it arrived smaller or is read in more.
 
         Then it is kept as it arrived, and changed again; but partial sums are kept as they were first completed.
         """
-        arrived = self._arrived(s, slot.tensor)
+        arrived = self._arrived(slot.tensor)
         read = {i.layout: None for index in what.runs for i in self.runs[index].inputs if i.tensor == slot.tensor}
         if arrived.partial or (len(read) == 1 and _num_elements(slot, slot.layout) <= _num_elements(slot, arrived)):
             return slot.layout
@@ -296,97 +408,128 @@ class _Builder:
 
     # -- backward
 
-    def _backward(self, run: Run) -> None:
-        stage = self.stages[run.stage]
-        if run.index in self.recomputed_before:
-            self._recompute(run.stage, self.recomputed_before[run.index])
-        cotangents = [self._output_cotangent(run, slot) for slot in run.outputs]
+    def _backward(self, base: Run, run: Run) -> None:
+        part, body = self.part, self.part.backward
+        if base.index in self.recomputed_before:
+            self._recompute(self.recomputed_before[base.index])
+        cotangents = [self._output_cotangent(slot) for slot in run.outputs]
         if not any(cotangents):
             return
-        gathered = self._gather(run, stage.backward, stage.held)
+        gathered = self._gather(run, body, part.held)
         outputs = [
-            Buffer(name=f"{slot.tensor}:d{run.index}.{i}", indexed=True) if slot.cotangent is not None else None
+            Buffer(name=f"{slot.tensor}:d{base.index}.{i}", indexed=True) if slot.cotangent is not None else None
             for i, slot in enumerate(run.inputs)
         ]
-        stage.backward.append(Backward(run=run.index, cotangents=tuple(cotangents), outputs=tuple(outputs)))
-        done = [use for use, (_, last) in stage.held.items() if last == run.index]
-        gathered |= {use: stage.held.pop(use)[0] for use in done}
-        stage.backward += [*(Free(buffer=buffer) for buffer in gathered.values()), *stage.delayed]
-        stage.delayed = []
+        of_parameters = tuple(
+            buffer if slot.tensor in self.parameters else None for slot, buffer in zip(run.inputs, outputs, strict=True)
+        )
+        is_split = part.is_split and any(of_parameters)
+        now = tuple(None if is_split and of else buffer for buffer, of in zip(outputs, of_parameters, strict=True))
+        body.append(Backward(run=run.index, cotangents=tuple(cotangents), outputs=now, is_split=is_split))
+        done = [use for use, (_, last) in part.held.items() if last == base.index]
+        gathered |= {use: part.held.pop(use)[0] for use in done}
+        body += [Free(buffer=buffer) for buffer in gathered.values()]
+        if is_split:
+            part.weight.append(WeightGradient(run=run.index, outputs=of_parameters))
+        part.gradient_body.extend(part.delayed)
+        part.delayed = []
         scattered: list[tuple[Slot, list[Collective], Buffer]] = []
         for slot, cotangent in zip(run.inputs, outputs, strict=True):
             if cotangent is None:
                 continue
             if slot.tensor not in self.parameters:
-                stage.cotangents.setdefault(slot.tensor, []).append((_cotangent(slot), cotangent))
-            elif is_scattered(self.splits.plan, self.parameters[slot.tensor], run.stage):
-                scattered.append((slot, self._shard_collectives(run, slot, cotangent), cotangent))
+                self.cotangents.setdefault(slot.tensor, []).append((_cotangent(slot), cotangent))
+            elif is_scattered(self.splits.plan, self.parameters[slot.tensor], self.group):
+                scattered.append((slot, self._shard_collectives(base, slot, cotangent), cotangent))
             else:
-                self.gradients.accumulate(stage.backward, stage, slot, cotangent, _cotangent(slot))
-        self.gradients.scatter(stage, scattered)
-        self._send_cotangents(run)
+                self.gradients.accumulate(part.gradient_body, self.role, slot, cotangent, _cotangent(slot))
+        self.gradients.scatter(self.role, part, scattered)
+        self._send_cotangents(base)
 
-    def _shard_collectives(self, run: Run, slot: Slot, cotangent: Buffer) -> list[Collective]:
-        home, name = self.parameters[slot.tensor], f"{slot.tensor}:shard{run.index}"
-        return self.connections.collectives(run.stage, slot, cotangent, _cotangent(slot), home.optimizer_layout, name)
+    def _shard_collectives(self, base: Run, slot: Slot, cotangent: Buffer) -> list[Collective]:
+        home, name = self.parameters[slot.tensor], f"{slot.tensor}:shard{base.index}"
+        return self.connections.collectives(self.group, slot, cotangent, _cotangent(slot), home.optimizer_layout, name)
 
-    def _output_cotangent(self, run: Run, slot: Slot) -> Buffer | None:
+    def _output_cotangent(self, slot: Slot) -> Buffer | None:
         """The complete cotangent of a run's output, in the layout that the run takes."""
-        stage = self.stages[run.stage]
-        if slot.cotangent is None:
+        if slot.cotangent is None or not self.trains:
             return None
         if slot.tensor == self.graph.loss:
             seed = Buffer(name="loss:seed", indexed=True)
-            stage.backward.append(Seed(tensor=slot.tensor, target=seed))
+            self.part.backward.append(Seed(tensor=slot.tensor, target=seed))
             return seed
-        parts = stage.cotangents.get(slot.tensor, [])
-        return self._junction(run.stage, slot, parts, slot.cotangent) if parts else None
+        parts = self.cotangents.get(slot.tensor, [])
+        return self._junction(slot, parts, slot.cotangent) if parts else None
 
-    def _junction(self, s: int, slot: Slot, parts: list[tuple[Layout, Buffer]], target: Layout) -> Buffer:
+    def _junction(self, slot: Slot, parts: list[tuple[Layout, Buffer]], target: Layout) -> Buffer:
         """Sum what has one layout, reduce each sum, sum the results: partial sums are passed on as such."""
-        body = self.stages[s].backward
+        body = self.part.backward
         by_layout: dict[Layout, list[Buffer]] = {}
         for layout, buffer in parts:
             by_layout.setdefault(layout, []).append(buffer)
         results = []
         for i, (layout, buffers) in enumerate(by_layout.items()):
             total = sum_into(body, slot.tensor, buffers, f"{slot.tensor}:junction{i}")
-            results.append(self.connections.change(body, s, slot, total, layout, target, f"{slot.tensor}:reduced{i}"))
+            name = f"{slot.tensor}:reduced{i}"
+            results.append(self.connections.change(body, self.group, slot, total, layout, target, name))
         return sum_into(body, slot.tensor, results, f"{slot.tensor}:cotangent")
 
-    def _send_cotangents(self, run: Run) -> None:
-        """Cotangents of what this run was the first to import go back to the stage that made it."""
-        for (tensor, s), (first, slot) in self.imports.items():
-            stage = self.stages[s]
-            if s != run.stage or first != run.index or tensor not in stage.cotangents:
+    def _send_cotangents(self, base: Run) -> None:
+        """Cotangents of what this run was the first to import go back to the group that made it."""
+        for (tensor, group), (first, slot) in self.imports.items():
+            if group != self.group or first != base.index or tensor not in self.cotangents:
                 continue
-            source, made = self.made[tensor]
+            made, source = self.made[tensor][1], self._other(tensor)
             assert made.cotangent is not None
-            complete = self._junction(s, slot, stage.cotangents[tensor], slot.layout)
+            complete = self._junction(slot, self.cotangents[tensor], slot.layout)
             whole = made.cotangent.completed()
-            received = Buffer(name=f"{tensor}:from{s}", indexed=True)
-            home = self.stages[source.stage]
+            received = Buffer(name=f"{tensor}:from{group}", indexed=True)
             self.connections.exchange(
-                slot, (s, stage.backward, complete, slot.layout), (source.stage, home.backward, received, whole)
+                slot,
+                (group, self.part.backward, complete, slot.layout),
+                (source.part.group, source.backward, received, whole),
             )
-            stage.backward.insert(0, Wait(buffer=complete, lag=1, free=True))
-            stage.exit.append(Wait(buffer=complete, every=True, free=True))
-            home.cotangents.setdefault(tensor, []).append((whole, received))
+            if self.may_lag:
+                self.part.backward.insert(0, Wait(buffer=complete, lag=1, free=True))
+            self._await_at_the_end(complete)
+            home = self.stages[source.part.group].cotangents.setdefault(source.part.way, {})
+            home.setdefault(tensor, []).append((whole, received))
 
     # -- loss
 
     def _loss(self) -> None:
+        """Summed where it is made, at the copies of the last stage too, and told to all groups."""
         run, slot = self.made[self.graph.loss]
         whole, home = slot.layout.completed(), self.stages[run.stage]
-        complete = self.connections.change(home.exit, run.stage, slot, _LOSS_TOTAL, slot.layout, whole, LOSS.name)
-        if complete == _LOSS_TOTAL:
-            home.exit.append(Sum(tensor=slot.tensor, target=LOSS, sources=(_LOSS_TOTAL,)))
-        home.exit.append(Free(buffer=_LOSS_TOTAL))
-        for s, stage in enumerate(self.stages):
+        stage = self._stage_of(run)
+        makers = list(dict.fromkeys([run.stage, *(homes[stage] for homes in self.ways.homes)]))
+        parts = []
+        for group in makers:
+            body, name = self.stages[group].exit, LOSS.name if len(makers) == 1 else "loss:here"
+            complete = self.connections.change(body, group, slot, _LOSS_TOTAL, slot.layout, whole, name)
+            if group != run.stage:
+                received = Buffer(name=f"loss:from{group}")
+                self.connections.exchange(slot, (group, body, complete, whole), (run.stage, home.exit, received, whole))
+                body.append(Wait(buffer=complete, free=True))
+                body += [Free(buffer=_LOSS_TOTAL)] if complete != _LOSS_TOTAL else []
+                complete = received
+            parts.append(complete)
+        if parts != [LOSS]:
+            home.exit.append(Sum(tensor=slot.tensor, target=LOSS, sources=tuple(parts)))
+        home.exit += [Free(buffer=part) for part in dict.fromkeys((*parts, _LOSS_TOTAL)) if part != LOSS]
+        for s, other in enumerate(self.stages):
             if s != run.stage:
-                self.connections.exchange(slot, (run.stage, home.exit, LOSS, whole), (s, stage.exit, LOSS, whole))
+                self.connections.exchange(slot, (run.stage, home.exit, LOSS, whole), (s, other.exit, LOSS, whole))
         if len(self.stages) > 1:
             home.exit.append(Wait(buffer=LOSS))
+
+
+def _phases(plan: Plan, ways: Ways) -> dict[Part, frozenset[Phase]]:
+    found: dict[Part, set[Phase]] = {}
+    for order in plan.orders:
+        for call in order:
+            found.setdefault(ways.part(call), set()).add(call.phase)
+    return {part: frozenset(phases) for part, phases in found.items()}
 
 
 def _cotangent(slot: Slot) -> Layout:

@@ -86,7 +86,7 @@ def find_recomputations(
     for run in runs:
         segment = segment_of[run.blocks[0].block]  # a run ends where a segment does
         if segment in chosen:
-            groups.setdefault((run.stage, segment), []).append(run)
+            groups.setdefault((splits.plan.stages[run.blocks[0].block], segment), []).append(run)
     found, masks = [], masks_of(blocks.graph)
     for (_, segment), members in groups.items():
         inside = {slot.tensor: run for run in members for slot in run.outputs}

@@ -20,7 +20,10 @@ def form_runs(splits: Splits) -> tuple[Run, ...]:
     groups: dict[tuple[int, int], list[Block]] = {}
     for block, depth in zip(blocks.blocks, _depths(splits), strict=True):
         groups.setdefault((splits.plan.stages[block.index], depth), []).append(block)
-    return tuple(_form_run(splits, i, stage, groups[stage, depth]) for i, (stage, depth) in enumerate(sorted(groups)))
+    group_of = splits.plan.group_of
+    return tuple(
+        _form_run(splits, i, group_of(stage), groups[stage, depth]) for i, (stage, depth) in enumerate(sorted(groups))
+    )
 
 
 def _depths(splits: Splits) -> list[int]:

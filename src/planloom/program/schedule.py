@@ -1,39 +1,107 @@
-"""Schedule: the calls of every stage, in the order that the plan gives them, with the step's entry and exit around.
+"""Schedule: the calls of every device group, in the order that the plan gives them.
 
-`interleave` is the way in which interpreters of a whole program walk through it: each stage goes on as far as it can.
+A stage's phases are bodies of a device group. Where a group has several stages, or a stage has several homes, bodies
+are those of a *part*: one stage for the micro-batches that go one way through the groups.
+
+`interleave` is the way in which interpreters of a whole program walk through it: each role goes on as far as it can.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from planloom.plan import Plan
+from planloom.plan.orders import Call
 from planloom.program.values import BodyCall, Instruction, Program
 
 ENTER, EXIT = "enter", "exit"
-LAST_BACKWARD = "last backward"
-"""The backward of a stage's last micro-batch, where it also starts the reduction of gradients."""
-RECEIVES = {"forward": "forward receives", "backward": "backward receives", LAST_BACKWARD: "backward receives"}
-"""The bodies that start what a call receives from other stages: they are called one call ahead. A message travels once
-both ends have started, and gloo's answer that a receiver is ready waits behind whatever the receiver itself sends."""
+_RECEIVES, _LAST = " receives", "last "
 
 
-def schedule_calls(plan: Plan) -> tuple[tuple[BodyCall, ...], ...]:
-    """One list of calls a stage."""
-    return tuple(
-        (
-            BodyCall(body=ENTER),
-            *(BodyCall(body=call.phase, micro=call.micro) for call in order),
-            BodyCall(body=EXIT),
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Part:
+    """A stage on a device group, for the micro-batches of one way."""
+
+    way: int
+    stage: int
+    group: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ways:
+    """How micro-batches go through the groups: `homes[w][s]` is the group of stage s on way w."""
+
+    homes: tuple[tuple[int, ...], ...]
+    way_of: tuple[int, ...]
+    """For every micro-batch."""
+
+    def part(self, call: Call) -> Part:
+        return self._table[self.way_of[call.micro]][call.stage]
+
+    def parts(self) -> tuple[Part, ...]:
+        """All parts, way by way, in the order of stages."""
+        return tuple(part for parts in self._table for part in parts)
+
+    def suffix(self, part: Part) -> str:
+        """What tells the bodies of a part from others of its group; nothing if there are none."""
+        return self._suffixes[part]
+
+    @cached_property
+    def _table(self) -> tuple[tuple[Part, ...], ...]:
+        return tuple(
+            tuple(Part(way=way, stage=stage, group=group) for stage, group in enumerate(homes))
+            for way, homes in enumerate(self.homes)
         )
-        for order in plan.orders
-    )
+
+    @cached_property
+    def _suffixes(self) -> dict[Part, str]:
+        here: dict[int, list[int]] = {}
+        for part in self.parts():
+            here.setdefault(part.group, []).append(part.stage)
+        found = {}
+        for part in self.parts():
+            stages = here[part.group]
+            by_way = f" by way {part.way}" if stages.count(part.stage) > 1 else ""
+            found[part] = f" of stage {part.stage}{by_way}" if len(stages) > 1 else ""
+        return found
+
+
+def find_ways(plan: Plan) -> Ways:
+    """The ways of a plan's micro-batches, those of stages' own groups first."""
+    own = tuple(map(plan.group_of, range(len(plan.meshes))))
+    homes = [list(own) for _ in range(plan.num_micro_batches)]
+    for group, order in enumerate(plan.orders):
+        for call in order:
+            homes[call.micro][call.stage] = group
+    ways = sorted(set(map(tuple, homes)), key=lambda way: (way != own, way))
+    numbers = {way: number for number, way in enumerate(ways)}
+    return Ways(homes=tuple(ways), way_of=tuple(numbers[tuple(way)] for way in homes))
+
+
+def receives_of(body: str) -> str:
+    """The body that starts what a body receives from other groups: it is called one call ahead.
+
+    A message travels once both ends have started, and gloo's answer that a receiver is ready waits behind whatever the
+    receiver itself sends.
+    """
+    phase, _, rest = body.removeprefix(_LAST).partition(" ")
+    return phase + _RECEIVES + (f" {rest}" if rest else "")
+
+
+def last_of(body: str) -> str:
+    """The variant of a body in which gradients that are complete then are reduced."""
+    return _LAST + body
+
+
+def is_last(body: str) -> bool:
+    return body.startswith(_LAST)
 
 
 def with_receives_ahead(calls: tuple[BodyCall, ...], bodies: Mapping[str, object]) -> tuple[BodyCall, ...]:
-    """The calls of a stage, with what each receives started before the call that comes before it."""
+    """The calls of a group, with what each receives started before the call that comes before it."""
+    names = {name: receives_of(name) for name in {call.body for call in calls}}
     receives = [
-        BodyCall(body=RECEIVES[call.body], micro=call.micro) if RECEIVES.get(call.body) in bodies else None
-        for call in calls
+        BodyCall(body=names[call.body], micro=call.micro) if names[call.body] in bodies else None for call in calls
     ]
     found: list[BodyCall] = []
     for i, call in enumerate(calls):
@@ -44,7 +112,7 @@ def with_receives_ahead(calls: tuple[BodyCall, ...], bodies: Mapping[str, object
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One instruction of a stage's script: where it stands and for which micro-batch it is carried out."""
+    """One instruction of a role's script: where it stands and for which micro-batch it is carried out."""
 
     stage: int
     body: str
@@ -54,7 +122,7 @@ class Line:
 
 
 def interleave(program: Program, step: Callable[[Line], bool]) -> tuple[Line, ...]:
-    """Carry out all stages together; `step` says whether a line could be done. Returns the lines that all wait at."""
+    """Carry out all roles together; `step` says whether a line could be done. Returns the lines that all wait at."""
     scripts = [
         [
             Line(stage=s, body=call.body, index=i, instruction=instruction, micro=call.micro)

@@ -17,6 +17,7 @@ from planloom.program.values import (
     Slot,
     Sum,
     Update,
+    WeightGradient,
     collectives_in,
 )
 
@@ -31,7 +32,7 @@ def buffer_bytes(graph: Graph, program: Program, stage: int) -> dict[Buffer, int
                 case Forward(run=run, outputs=outputs):
                     slots = program.runs[run].outputs
                     found.update((b, slot_bytes(graph, s, s.layout)) for b, s in zip(outputs, slots, strict=True))
-                case Backward(run=run, outputs=cotangents):
+                case Backward(run=run, outputs=cotangents) | WeightGradient(run=run, outputs=cotangents):
                     for buffer, slot in zip(cotangents, program.runs[run].inputs, strict=True):
                         if buffer is not None and slot.cotangent is not None:
                             found[buffer] = slot_bytes(graph, slot, slot.cotangent)

@@ -10,19 +10,20 @@ from planloom.program.values import Buffer, StoredParameter
 
 
 def store_parameters(splits: Splits) -> dict[str, StoredParameter]:
-    """Every parameter at the stage of its first consumer, in that consumer's layout or in shards of it."""
+    """Every parameter at the device group of its first consumer, in that consumer's layout or in shards of it."""
     blocks, plan = splits.blocks, splits.plan
     stored = {}
     for name in blocks.graph.parameters:
         block = blocks.blocks[blocks.consumers[name][0]]
-        stage, used, sizes = plan.stages[block.index], splits.layout(block, name), blocks.graph.tensors[name].sizes
+        group, used = plan.group_of(plan.stages[block.index]), splits.layout(block, name)
+        sizes = blocks.graph.tensors[name].sizes
         storage = plan.storage.get(name)
         sharded = used
         if storage is not None and storage.kind != "replicated":
-            sharded = _shard(used, sizes, plan.meshes[stage], storage.over, name)
+            sharded = _shard(used, sizes, plan.groups[group], storage.over, name)
         stored[name] = StoredParameter(
             name=name,
-            stage=stage,
+            stage=group,
             sizes=sizes,
             layout=sharded if storage is not None and storage.kind == "zero3" else used,
             optimizer_layout=sharded,

@@ -1,9 +1,9 @@
 """The `Program`: bodies of instructions, and for every role a list of calls of bodies.
 
 Bodies are straight lines written once, in the time index: a buffer that is `indexed` has one instance a micro-batch. A
-role is a stage here: all its devices run the same instructions, and what differs between them (coordinates, groups) is
-in the values. The verifier, the simulator and the runtime interpret the same instructions; there is no other
-description of what runs.
+role is a device group here, with one stage of the plan or several: all its devices run the same instructions, and what
+differs between them (coordinates, groups) is in the values. Where a program says stage, it means the role. The
+verifier, the simulator and the runtime interpret the same instructions; there is no other description of what runs.
 """
 
 from dataclasses import dataclass
@@ -84,6 +84,16 @@ class Backward:
 
     run: int
     cotangents: tuple[Buffer | None, ...]
+    outputs: tuple[Buffer | None, ...]
+    is_split: bool = False
+    """The cotangents of parameters are left to a `WeightGradient`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightGradient:
+    """The rest of an earlier `Backward` that is split: the cotangents of parameters; None: not one, or none."""
+
+    run: int
     outputs: tuple[Buffer | None, ...]
 
 
@@ -213,7 +223,19 @@ class Update:
 
 
 Instruction = (
-    Forward | Backward | Collective | Coalesced | Send | Receive | Wait | Sum | Accumulate | Seed | Free | Update
+    Forward
+    | Backward
+    | WeightGradient
+    | Collective
+    | Coalesced
+    | Send
+    | Receive
+    | Wait
+    | Sum
+    | Accumulate
+    | Seed
+    | Free
+    | Update
 )
 
 
@@ -274,6 +296,8 @@ class Program:
     num_micro_batches: int
     stages: tuple[StageProgram, ...]
     runs: tuple[Run, ...]
+    trains: bool = True
+    """Whether a step updates parameters; else it computes the loss alone."""
 
     def stage_of(self, device: int) -> int:
         return next(i for i, stage in enumerate(self.stages) if device in stage.mesh.devices)

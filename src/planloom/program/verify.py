@@ -12,13 +12,14 @@ every call of every stage and proves, or names the tensor, the instruction and t
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from planloom.blocks import BlockGraph
 from planloom.errors import VerificationError
 from planloom.layout import Box
 from planloom.program.completeness import Completeness
+from planloom.program.likeness import counted, goes_through, representatives, with_micro_batches
 from planloom.program.schedule import Line, interleave
 from planloom.program.symbolic_runs import RunError, SymbolicRun
 from planloom.program.symbolic_steps import StepError, apply_steps, extract, join_messages
@@ -40,6 +41,7 @@ from planloom.program.values import (
     Transfer,
     Update,
     Wait,
+    WeightGradient,
 )
 
 Place = tuple[Buffer, int]
@@ -58,8 +60,16 @@ class Proof:
 
 
 def verify_program(blocks: BlockGraph, program: Program) -> Proof:
-    """Prove a program equal to the model on one device, or raise what is wrong."""
-    return _Interpreter(blocks, program).run()
+    """Prove a program equal to the model on one device, or raise what is wrong.
+
+    Of many micro-batches that are alike, some stand for all (`likeness`).
+    """
+    chosen = representatives(program)
+    if chosen is None or not goes_through(program):  # the whole program says best where it is wrong
+        return _Interpreter(blocks, program).run()
+    fewer = with_micro_batches(program, chosen)
+    proof = _Interpreter(blocks, fewer, share=(len(chosen), program.num_micro_batches)).run()
+    return replace(proof, **counted(program))
 
 
 class _FaultError(Exception):
@@ -86,11 +96,13 @@ class _Work:
 
 
 class _Interpreter:
-    def __init__(self, blocks: BlockGraph, program: Program) -> None:
+    def __init__(self, blocks: BlockGraph, program: Program, *, share: tuple[int, int] = (1, 1)) -> None:
         self.blocks, self.program, self.graph = blocks, program, blocks.graph
         self.memory: dict[int, dict[Place, Symbol]] = {device: {} for device in program.devices}
-        self.complete = Completeness(blocks=blocks)
+        self.complete = Completeness(blocks=blocks, share=share)
         self.saved: dict[tuple[int, int, int], dict[Buffer, Symbol]] = {}
+        self.put_off: dict[tuple[int, int, int], dict[int, Symbol]] = {}
+        """Gradients of parameters that a split backward has left to a `WeightGradient`, by slot."""
         self.sent: set[tuple[str, int]] = set()
         self.received: dict[tuple[str, int], Receive] = {}
         self.messages: dict[tuple[str, int], dict[_Message, Symbol]] = {}
@@ -160,7 +172,8 @@ class _Interpreter:
                 for stored in stage.parameters:
                     if stored.name in expected:
                         box = stored.layout.box(stored.sizes, stage.mesh.coordinates(device))
-                        self._final(device, stored.name, stored.buffer, "updated", box)
+                        kind = "updated" if self.program.trains else "value"
+                        self._final(device, stored.name, stored.buffer, kind, box)
         return Proof(
             num_devices=len(self.program.devices),
             num_instructions=self.counts["instructions"],
@@ -202,6 +215,9 @@ class _Interpreter:
             case Backward():
                 for device in devices:
                     self._backward(s, device, instruction, micro)
+            case WeightGradient():
+                for device in devices:
+                    self._weight_gradient(device, instruction, micro)
             case _:
                 for device in devices:
                     self._local(s, device, instruction, micro)
@@ -464,10 +480,25 @@ class _Interpreter:
             slots = self._symbolic(s, device, backward.run, micro).backward(cotangents)
         except RunError as error:
             raise _FaultError(error.tensor, str(error), (device,)) from None
-        for i, (slot, wanted) in enumerate(zip(run.inputs, backward.outputs, strict=True)):
+        if backward.is_split:
+            left = {i: symbol for i, symbol in slots.items() if symbol.tensor in self.graph.parameters}
+            self.put_off[device, backward.run, micro] = left
+            slots = {i: symbol for i, symbol in slots.items() if i not in left}
+        self._give(device, backward, micro, slots)
+
+    def _weight_gradient(self, device: int, rest: WeightGradient, micro: int) -> None:
+        left = self.put_off.pop((device, rest.run, micro), None)
+        if left is None:
+            tensor = self.program.runs[rest.run].outputs[0].tensor
+            raise _FaultError(tensor, "weight-gradients have no split backward before them", (device,))
+        self._give(device, rest, micro, left)
+
+    def _give(self, device: int, instruction: Backward | WeightGradient, micro: int, slots: dict[int, Symbol]) -> None:
+        run = self.program.runs[instruction.run]
+        for i, (slot, wanted) in enumerate(zip(run.inputs, instruction.outputs, strict=True)):
             if wanted is not None:
                 if i not in slots:
-                    raise _FaultError(slot.tensor, "a run gives no cotangent of this input", (device,))
+                    raise _FaultError(slot.tensor, "a run gives no cotangent of this input here", (device,))
                 self._write(device, wanted, micro, slots[i])
 
 
@@ -494,7 +525,7 @@ def _describe(instruction: Instruction) -> str:
             return f"{type(instruction).__name__} {channel}"
         case Forward(run=run, again=True):
             return f"Forward of run {run} again"
-        case Forward(run=run) | Backward(run=run):
+        case Forward(run=run) | Backward(run=run) | WeightGradient(run=run):
             return f"{type(instruction).__name__} of run {run}"
         case Wait(buffer=buffer) | Free(buffer=buffer):
             return f"{type(instruction).__name__} {buffer}"

@@ -45,11 +45,13 @@ from planloom.program import (
     Sum,
     Update,
     Wait,
+    WeightGradient,
     collectives_in,
 )
-from planloom.program.schedule import ENTER, EXIT, LAST_BACKWARD, RECEIVES
+from planloom.program.schedule import is_last
 from planloom.program.sizes import sizes_of_steps
 from planloom.simulate.timeline import RoleMemory
+from planloom.simulate.weight_memory import weight_gradient_needs
 
 PARTS = ("parameters", "optimizer", "gradients", "activations", "temporaries", "communication", "inputs")
 _NUM_MOMENTS = 2
@@ -123,6 +125,8 @@ class _Walk:
         self.graph = prices.blocks.graph
         self.held: dict[Place, _Storage] = {}
         self.saved: dict[tuple[int, int], list[_Storage]] = {}
+        self.inputs_of: dict[int, tuple[Buffer, ...]] = {}
+        """What the last forward of a run read."""
         self.arriving: dict[Place, _Arrival] = {}
         self.gathers = {buffer for p in self.stage.parameters for buffer in p.gathers}
         self.parameters = set(self.graph.parameters)
@@ -203,6 +207,8 @@ class _Walk:
                 self._forward(instruction, micro)
             case Backward():
                 self._backward(instruction, micro)
+            case WeightGradient():
+                self._weight_gradient(instruction, micro)
             case Collective() | Coalesced():
                 self._start(instruction, micro)
             case Send(source=source, transfers=transfers, sizes=sizes):
@@ -247,13 +253,43 @@ class _Walk:
         kept += [self._keep(b, micro) for b, is_kept in zip(forward.outputs, memory.saved_outputs, strict=True)
                  if is_kept]  # fmt: skip
         self.saved[forward.run, micro] = kept
+        self.inputs_of[forward.run] = forward.inputs
 
     def _backward(self, backward: Backward, micro: int) -> None:
         self._rise(f"backward of run {backward.run}", self._run_memory(backward.run).backward_peak_bytes)
-        for storage in self.saved.pop((backward.run, micro)):
+        saved = self.saved.pop((backward.run, micro))
+        if backward.is_split:
+            self.saved[backward.run, micro] = self._left_over(backward.run, saved)
+        else:
+            for storage in saved:
+                self._drop(storage)
+        self._give(backward, micro)
+
+    def _left_over(self, run: int, saved: Sequence[_Storage]) -> list[_Storage]:
+        """What weight-gradients need: what was saved of activations that met parameters, and cotangents."""
+        needed = weight_gradient_needs(self.prices.blocks, self.program, self.program.runs[run])
+        memory = self._run_memory(run)
+        own, *boundary = saved
+        self._drop(own)
+        kept = [self._make(needed.made_bytes + needed.cotangent_bytes, "activations")]
+        slots = [i for i, (is_kept, b) in enumerate(zip(memory.saved_inputs, self.inputs_of[run], strict=True))
+                 if is_kept and b not in self.gathers]  # fmt: skip
+        for i, storage in enumerate(boundary):
+            if i < len(slots) and slots[i] in needed.slots:
+                kept.append(storage)
+            else:
+                self._drop(storage)
+        return kept
+
+    def _weight_gradient(self, rest: WeightGradient, micro: int) -> None:
+        self._give(rest, micro)
+        self._rise(f"weight-gradients of run {rest.run}")
+        for storage in self.saved.pop((rest.run, micro)):
             self._drop(storage)
-        slots = self.program.runs[backward.run].inputs
-        for buffer, slot in zip(backward.outputs, slots, strict=True):
+
+    def _give(self, instruction: Backward | WeightGradient, micro: int) -> None:
+        slots = self.program.runs[instruction.run].inputs
+        for buffer, slot in zip(instruction.outputs, slots, strict=True):
             if buffer is not None:
                 self._put(buffer, micro, self._make(self.sizes[buffer], self._part(slot.tensor)))
 
@@ -369,13 +405,22 @@ def given_bytes(graph: Graph) -> int:
 
 
 def _plain_order(stage: StageProgram) -> list[BodyCall]:
-    """The calls of the first micro-batches, one micro-batch after another, and of the last."""
-    backwards = [call for call in stage.calls if call.body in ("backward", LAST_BACKWARD)]
-    order = [call for call in stage.calls if call.body == ENTER]
-    for i, backward in enumerate(backwards[:_WALKED] + backwards[max(_WALKED, len(backwards) - 1) :]):
-        for body in ("forward", backward.body):
-            order += [BodyCall(body=name, micro=i) for name in (RECEIVES[body], body) if name in stage.bodies]
-    return order + [call for call in stage.calls if call.body == EXIT]
+    """The calls of the first micro-batches of every body, one micro-batch after another, and of the last ones."""
+    counts: dict[str, int] = {}
+    walked: dict[int, None] = {}
+    for call in stage.calls:
+        counts[call.body] = counts.get(call.body, 0) + 1
+        if call.micro >= 0 and (counts[call.body] <= _WALKED or is_last(call.body)):
+            walked[call.micro] = None
+    of_micro: dict[int, list[BodyCall]] = {micro: [] for micro in sorted(walked)}
+    around = [call for call in stage.calls if call.micro < 0]
+    for call in stage.calls:
+        if call.micro in of_micro:
+            of_micro[call.micro].append(call)
+    numbered = (
+        BodyCall(body=call.body, micro=i) for i, calls in enumerate(of_micro.values()) for call in calls
+    )  # as if they were all: what a call waits for of the micro-batch before it must have been there
+    return [around[0], *numbered, *around[1:]]
 
 
 def _place(buffer: Buffer, micro: int) -> Place:

@@ -36,6 +36,7 @@ from planloom.program import (
     Sum,
     Update,
     Wait,
+    WeightGradient,
     collectives_in,
 )
 from planloom.program.schedule import EXIT
@@ -188,8 +189,12 @@ class ScriptWriter:
             match instruction:
                 case Forward(run=run, again=again):
                     items.append(self._busy(f"{'Recompute' if again else 'Forward'} {run}", self._run(run, "forward")))
+                case Backward(run=run, is_split=True):
+                    items.append(self._busy(f"Input-gradient {run}", self._run(run, "input_gradient")))
                 case Backward(run=run):
                     items.append(self._busy(f"Backward {run}", self._run(run, "backward")))
+                case WeightGradient(run=run):
+                    items.append(self._busy(f"Weight-gradient {run}", self._weight_gradient(run)))
                 case Sum(target=target, sources=sources):
                     price = self._seen(self.prices.memory((1 + len(sources)) * sizes[target]))
                     items.append(self._busy("Sum", price))
@@ -283,6 +288,15 @@ class ScriptWriter:
 
     def _run(self, run: int, phase: str) -> Price:
         return self._seen(self.prices.run(self.program, self.program.runs[run], phase))  # type: ignore[arg-type]
+
+    def _weight_gradient(self, run: int) -> Price:
+        """What a whole backward takes beyond its input-gradients."""
+        whole, first = (self._run(run, phase) for phase in ("backward", "input_gradient"))
+        return replace(
+            whole,
+            seconds=max(0.0, whole.seconds - first.seconds),
+            host_seconds=max(0.0, whole.host_seconds - first.host_seconds),
+        )
 
     def _seen(self, price: Price) -> Price:
         self.sources.add(price.source)

@@ -1,9 +1,10 @@
 """The runtime: the interpreter of a program on one device, with real tensors and real communication."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from planloom.blocks import BlockGraph
 from planloom.execute import Given, LocalRun, RunVjp, local_slice
 from planloom.execute.background import Task
+from planloom.execute.split_vjp import SplitVjp
 from planloom.execute.vjp import Local
 from planloom.execute.wire import Finish, Wire
 from planloom.graph import RANDOM_STATE
@@ -25,12 +27,14 @@ from planloom.program import (
     Instruction,
     Program,
     Receive,
+    Run,
     Seed,
     Send,
     StoredParameter,
     Sum,
     Update,
     Wait,
+    WeightGradient,
     collectives_in,
 )
 from planloom.simulate.timeline import Event, Stream
@@ -65,7 +69,7 @@ class Runtime:
         self.buffers = {name: buffers[name].clone() for name in blocks.graph.updates}
         self._memory: dict[Place, Tensor] = {}
         self._borrowed: set[Place] = set()
-        self._saved: dict[tuple[int, int], RunVjp] = {}
+        self._saved: dict[tuple[int, int], RunVjp | SplitVjp] = {}
         self._in_flight: dict[Place, list[tuple[Finish, bool]]] = {}
         self._stored = {stored.name: stored for stored in self.stage.parameters}
         self._gathers = {buffer for stored in self.stage.parameters for buffer in stored.gathers}
@@ -74,8 +78,11 @@ class Runtime:
         self._collected = {
             collective.target for body in self.stage.bodies.values() for i in body for collective in collectives_in(i)
         }
-        self._local = {
-            run.index: make_local(LocalRun(blocks, run, self.coordinates, num_micro=program.num_micro_batches))
+        self._split = frozenset(
+            i.run for body in self.stage.bodies.values() for i in body if isinstance(i, WeightGradient)
+        )
+        self._local: dict[int, Any] = {
+            run.index: self._prepared(run, make_local)
             for run in program.runs
             if device in program.stages[run.stage].mesh.devices
         }
@@ -88,6 +95,11 @@ class Runtime:
         self.events: list[Event] | None = None
         self._tasks: list[tuple[Task[object], str, int]] = []
         wire.create_groups(_all_groups(program))
+
+    def _prepared(self, run: Run, make_local: Callable[[LocalRun], Local]) -> Local:
+        """A run as a function; one whose backward is split is cut at its parameters, and is not compiled."""
+        local = LocalRun(self.blocks, run, self.coordinates, num_micro=self.program.num_micro_batches)
+        return local if run.index in self._split else make_local(local)
 
     def _store(self, stored: StoredParameter, whole: Tensor) -> None:
         factors = self.blocks.graph.tensors[stored.name].factors
@@ -173,17 +185,21 @@ class Runtime:
     def _carry_out(self, instruction: Instruction, micro: int, given: Mapping[str, Tensor]) -> None:
         match instruction:
             case Forward(run=run, inputs=inputs, outputs=outputs, saves=saves):
-                vjp = RunVjp(self._local[run], [self._get(b, micro) for b in inputs], given, micro)
+                vjp = self._vjp(run, saves)(self._local[run], [self._get(b, micro) for b in inputs], given, micro)
                 if saves:
                     self._saved[run, micro] = vjp
                 for buffer, value in zip(outputs, vjp.take_outputs(), strict=True):
                     self._memory[self._place(buffer, micro)] = value
-            case Backward(run=run, cotangents=cotangents, outputs=outputs):
+            case Backward(run=run, cotangents=cotangents, outputs=outputs, is_split=is_split):
                 vjp = self._saved.pop((run, micro))
                 results = vjp.backward([None if b is None else self._get(b, micro) for b in cotangents])
-                for wanted, result in zip(outputs, results, strict=True):
-                    if wanted is not None and result is not None:
-                        self._memory[self._place(wanted, micro)] = result
+                if is_split:
+                    self._saved[run, micro] = vjp
+                self._put_all(outputs, results, micro)
+            case WeightGradient(run=run, outputs=outputs):
+                vjp = self._saved.pop((run, micro))
+                assert isinstance(vjp, SplitVjp)
+                self._put_all(outputs, vjp.weight_gradients(), micro)
             case Collective(source=source, target=target, steps=steps, sizes=sizes, rows=Buffer() as rows):
                 mask, count = self._get(rows, micro), instruction.num_row_dims
                 finish = self.wire.move_rows(steps, self._get(source, micro), mask, sizes, count)
@@ -217,6 +233,14 @@ class Runtime:
                 self._free(buffer, micro)
             case Update():
                 self._update(instruction)
+
+    def _vjp(self, run: int, saves: bool) -> type[RunVjp] | type[SplitVjp]:
+        return SplitVjp if saves and run in self._split else RunVjp
+
+    def _put_all(self, outputs: Sequence[Buffer | None], results: Sequence[Tensor | None], micro: int) -> None:
+        for wanted, result in zip(outputs, results, strict=True):
+            if wanted is not None and result is not None:
+                self._memory[self._place(wanted, micro)] = result
 
     def _accumulate(self, place: Place, value: Tensor) -> None:
         """The first value is kept as it is: autograd may have given it to others, too. The second makes a new one."""
@@ -335,13 +359,18 @@ def _stream(instruction: Instruction) -> Stream | None:
     """Where an instruction's own time is spent; None if it only starts something, or forgets it."""
     if isinstance(instruction, Wait):
         return "waiting"
-    return "compute" if isinstance(instruction, Forward | Backward | Sum | Accumulate | Update) else None
+    computing = Forward | Backward | WeightGradient | Sum | Accumulate | Update
+    return "compute" if isinstance(instruction, computing) else None
 
 
 def _name(instruction: Instruction) -> str:
     match instruction:
         case Forward(run=run, again=True):
             return f"Recompute {run}"
+        case Backward(run=run, is_split=True):
+            return f"Input-gradient {run}"
+        case WeightGradient(run=run):
+            return f"Weight-gradient {run}"
         case Forward(run=run) | Backward(run=run):
             return f"{type(instruction).__name__} {run}"
     for collective in collectives_in(instruction):

@@ -95,6 +95,12 @@ class Trainer:
     def gradients(self) -> dict[str, Tensor]:
         """The gradients of the last step, whole, on the ranks of their home stage; see `keep_gradients`."""
         kept = self.runtime.gradients
+        if not self.program.trains:
+            raise TrainingError(
+                "there are no gradients",
+                given=f"plan {self.program.plan_name!r}, whose schedule has forwards only",
+                required="a schedule with backwards, such as 1f1b",
+            )
         return self._whole(lambda name: kept[name], lambda stored: stored.optimizer_layout)
 
     def keep_gradients(self) -> None:
