@@ -36,8 +36,8 @@ _ROOMS = (1.0, 0.99, 0.97, 0.93)
 _ROUNDS, _FINER = 1, 4
 """Rounds of finer prices between two that were taken, and how many of them."""
 _MOST_STAGES = 32
-"""Longer pipelines keep Lagrange's bound: the one with a price for every stage took 75 s for 256 stages of Llama-3-405B and
-raised nothing. [Empirical] 2 cores, 2026-11-18."""
+"""Longer pipelines keep Lagrange's bound: the one with a price for every stage took 75 s for 256 stages of Llama-3-405B
+and raised nothing. [Empirical] 2 cores, 2026-11-18."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
