@@ -128,15 +128,13 @@ def _stages_table(finalist: Finalist) -> Table:
 
 def _others_table(best: Best) -> Table:
     table = _plain("The best others, and what each loses")
-    for name in ("plan", "placement"):
-        table.add_column(name, no_wrap=True)
-    table.add_column("step", justify="right")
-    table.add_column("loses", justify="right")
+    table.add_column("plan and placement", overflow="fold")
+    for name in ("step", "loses"):
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("because of")
     for other in best.finalists[1:]:
         table.add_row(
-            escape(other.plan.name),
-            escape(other.placement),
+            f"{escape(other.plan.name)}\n[dim]{escape(other.placement)}[/dim]",
             format_seconds(other.step_seconds),
             f"{other.step_seconds / best.winner.step_seconds - 1:.1%}",
             why_slower(other, best.winner),
