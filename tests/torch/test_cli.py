@@ -38,6 +38,7 @@ def test_help_does_not_import_torch_and_every_command_has_an_example() -> None:
         "profile",
         "verify",
         "simulate",
+        "schedule",
         "blocks",
         "models",
         "train",
