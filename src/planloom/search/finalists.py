@@ -137,7 +137,7 @@ def _fitted(
                 break
         limits = _moved_limits(solution.estimate, held, limits, limit)
         again = solver.again(solution, limits)
-        if again is None:
+        if again is None or (best is not None and not _is_faster(again, solution)):
             break
         solution = again
     if best is None:
@@ -150,6 +150,11 @@ def _would_gain(finalist: Finalist, solution: Solution, limit: float) -> bool:
     """Is there room left, and time lost for want of it?"""
     loses = bool(finalist.plan.recompute) or solution.estimate.step_seconds > solution.bound_seconds * _NO_LOSS
     return loses and finalist.memory_bytes < _FULL * limit
+
+
+def _is_faster(again: Solution, solution: Solution) -> bool:
+    """Is a solution with more room worth another simulation?"""
+    return again.estimate.step_seconds * _NO_LOSS < solution.estimate.step_seconds
 
 
 def _moved_limits(estimate: Estimate, held: Sequence[int], limits: Sequence[float], limit: float) -> list[float]:
