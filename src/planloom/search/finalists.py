@@ -22,8 +22,7 @@ from planloom.search.processes import BestSeconds, in_processes
 from planloom.search.solutions import Solution
 from planloom.search.space import Wishes
 from planloom.search.stages import Estimate
-from planloom.search.tables import Tables
-from planloom.simulate import Timeline, simulate
+from planloom.simulate import Timeline, simulate, simulate_memory
 
 _TRIES, _TRIES_OF_OTHERS = 4, 2
 _SPARE = 0.99
@@ -119,16 +118,26 @@ def _fitted(
     best: Finalist | None = None
     least = float("inf")
     for _ in range(num_tries):
-        finalist = _simulated(planner, solution, solver.tables, prices, batch)
-        least = min(least, finalist.memory_bytes)
-        if finalist.memory_bytes <= limit:
+        plan = plan_of(solution, solver.tables, planner.cluster, batch)
+        program = build_program(planner.blocks, plan)
+        memory = simulate_memory(program, prices)
+        held = [role.peak_bytes for role in memory]
+        least = min(least, max(held))
+        if max(held) <= limit:  # else its seconds do not matter
+            finalist = Finalist(
+                plan=plan,
+                program=program,
+                timeline=simulate(program, prices, with_events=False, memory=memory),
+                estimate=solution.estimate,
+                placement=_placed(solution.candidate.placement),
+            )
             if best is None or finalist.step_seconds < best.step_seconds:
                 best = finalist
             if best is not finalist or not _would_gain(finalist, solution, limit):
                 break
-        limits = _moved_limits(finalist, limits, limit)
+        limits = _moved_limits(solution.estimate, held, limits, limit)
         again = solver.again(solution, limits)
-        if again is None:
+        if again is None or (best is not None and not _is_faster(again, solution)):
             break
         solution = again
     if best is None:
@@ -143,28 +152,19 @@ def _would_gain(finalist: Finalist, solution: Solution, limit: float) -> bool:
     return loses and finalist.memory_bytes < _FULL * limit
 
 
-def _moved_limits(finalist: Finalist, limits: Sequence[float], limit: float) -> list[float]:
+def _is_faster(again: Solution, solution: Solution) -> bool:
+    """Is a solution with more room worth another simulation?"""
+    return again.estimate.step_seconds * _NO_LOSS < solution.estimate.step_seconds
+
+
+def _moved_limits(estimate: Estimate, held: Sequence[int], limits: Sequence[float], limit: float) -> list[float]:
     """For the estimate of every stage another limit: lower where the stage does not fit; if all do, higher."""
-    assert finalist.timeline.summary is not None
-    simulated = [role.peak_bytes for role in finalist.timeline.summary.memory]
-    fits = finalist.memory_bytes <= limit
+    fits = max(held) <= limit
     moved = []
-    for stage, held, own in zip(finalist.estimate.stages, simulated, limits, strict=True):
-        reached = stage.num_bytes * limit / held * _SPARE
-        moved.append(max(own, reached) if fits else min(own, reached) if held > limit else own)
+    for stage, own_bytes, own in zip(estimate.stages, held, limits, strict=True):
+        reached = stage.num_bytes * limit / own_bytes * _SPARE
+        moved.append(max(own, reached) if fits else min(own, reached) if own_bytes > limit else own)
     return moved
-
-
-def _simulated(planner: Planner, solution: Solution, tables: Tables, prices: Prices, batch: BatchSpec) -> Finalist:
-    plan = plan_of(solution, tables, planner.cluster, batch)
-    program = build_program(planner.blocks, plan)
-    return Finalist(
-        plan=plan,
-        program=program,
-        timeline=simulate(program, prices, with_events=False),
-        estimate=solution.estimate,
-        placement=_placed(solution.candidate.placement),
-    )
 
 
 def _placed(placement: Placement) -> str:

@@ -1,6 +1,6 @@
 """`Program` × cost → `Timeline`."""
 
-from planloom.simulate.simulator import simulate
+from planloom.simulate.simulator import simulate, simulate_memory
 from planloom.simulate.timeline import Event, RoleMemory, Stream, Summary, Timeline
 
-__all__ = ["Event", "RoleMemory", "Stream", "Summary", "Timeline", "simulate"]
+__all__ = ["Event", "RoleMemory", "Stream", "Summary", "Timeline", "simulate", "simulate_memory"]

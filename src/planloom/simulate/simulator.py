@@ -20,16 +20,27 @@ from planloom.simulate.links import Links
 from planloom.simulate.memory import role_memory
 from planloom.simulate.script import ScriptWriter
 from planloom.simulate.segments import Corrected
-from planloom.simulate.timeline import Event, Summary, Timeline
+from planloom.simulate.timeline import Event, RoleMemory, Summary, Timeline
 
 _MAX_EVENTS = 100_000
 """Beyond, a timeline shows bodies and not what they are made of: nobody can look at so many bars."""
 
 
-def simulate(program: Program, prices: Prices, *, with_events: bool = True) -> Timeline:
-    """The timeline of one step, one device for each stage."""
+def simulate(
+    program: Program, prices: Prices, *, with_events: bool = True, memory: tuple[RoleMemory, ...] | None = None
+) -> Timeline:
+    """The timeline of one step, one device for each stage; `memory`: of every role, where it is known already."""
     with _not_collecting():
-        return _simulate(program, prices, with_events=with_events)
+        return _simulate(program, prices, with_events=with_events, memory=memory)
+
+
+def simulate_memory(program: Program, prices: Prices) -> tuple[RoleMemory, ...]:
+    """What every role holds, without the timeline: a fraction of its cost."""
+    graph = prices.blocks.graph
+    with _not_collecting():
+        return tuple(
+            role_memory(program, s, prices, buffer_bytes(graph, program, s)) for s in range(len(program.stages))
+        )
 
 
 @contextmanager
@@ -47,7 +58,9 @@ def _not_collecting() -> Iterator[None]:
             gc.enable()
 
 
-def _simulate(program: Program, prices: Prices, *, with_events: bool) -> Timeline:
+def _simulate(
+    program: Program, prices: Prices, *, with_events: bool, memory: tuple[RoleMemory, ...] | None
+) -> Timeline:
     started = time.perf_counter()
     graph = prices.blocks.graph
     sizes = [buffer_bytes(graph, program, s) for s in range(len(program.stages))]
@@ -66,7 +79,7 @@ def _simulate(program: Program, prices: Prices, *, with_events: bool) -> Timelin
         mfu=_mfu(program, prices, step_seconds),
         bubble=bubble,
         exposed_communication=exposed,
-        memory=tuple(role_memory(program, s, prices, sizes[s]) for s in range(len(program.stages))),
+        memory=memory or tuple(role_memory(program, s, prices, sizes[s]) for s in range(len(program.stages))),
         uncertainty=writer.uncertainty,
         simulate_seconds=time.perf_counter() - started,
     )
