@@ -88,6 +88,16 @@ def test_a_pin_concerns_the_layers_that_it_names_and_no_others() -> None:
     assert splits["layers.1.up"] != splits["layers.2.up"]
 
 
+def test_a_pin_says_nothing_of_blocks_that_lack_its_dim() -> None:
+    own = planner("zoo/gshard_moe", "two-by-two")
+    pin = BlockPin(pattern="*", dim="batch", axis="dp")
+    with_dim = {b.index for b in own.blocks.blocks if any(dim.name == "batch" for dim in b.dims)}
+    assert 0 < len(with_dim) < len(own.blocks.blocks)
+    (solver,) = solvers(own, Wishes(tp=1, dp=4, pp=1, micro=1, pins=(pin,)), UNLIMITED, max_problems=1)
+    ((_, plan),) = require_equal_estimates(own, "zoo/gshard_moe", solver)
+    assert {index for index, split in enumerate(plan.strategies) if split.get("batch") == ("dp",)} == with_dim
+
+
 @pytest.mark.parametrize("cluster_name", CLUSTERS)
 def test_through_the_file(cluster_name: str, tmp_path: Path) -> None:
     own = planner("gpt", cluster_name)

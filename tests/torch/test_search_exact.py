@@ -132,3 +132,22 @@ def test_two_stages_under_a_limit(model: str, share: float) -> None:
     if solution is not None:
         assert solver.bounds[0] <= solution.estimate.step_seconds * (1 + 1e-12)
         assert solution.estimate.num_bytes <= share * free.estimate.num_bytes
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize("share", SHARES)
+def test_tightened_bounds_stay_below_what_is_found(num_stages: int, share: float) -> None:
+    wishes = Wishes(pp=num_stages)
+    for free in solvers(planner("gpt", "two-by-two"), wishes, UNLIMITED):
+        limit = share * min(solution.estimate.num_bytes for solution in solutions(free))
+        (solver,) = [
+            own for own in solvers(planner("gpt", "two-by-two"), wishes, limit) if own.tables.shape == free.tables.shape
+        ]
+        before = solver.bounds.copy()
+        solver.tighten(range(len(before)), below=np.inf)
+        tightened = solver.bounds.copy()
+        assert (tightened >= before).all()
+        assert (tightened > before).any(), "memory binds everywhere"
+        for solution in solutions(solver):
+            g = solver.tables.candidates.index(solution.candidate)
+            assert tightened[g] <= solution.estimate.step_seconds * (1 + 1e-12)

@@ -232,9 +232,9 @@ class Planner:
         order = [int(g) for g in np.argsort(solver.bounds, kind="stable") if np.isfinite(solver.bounds[g])]
         first = [g for g in order[:1] if solver.bounds[g] < best.least]
         self._solve(solver, first, best, findings)
-        findings.open = [
-            Problem(candidate=candidates[g], bound_seconds=float(solver.bounds[g])) for g in order[len(first) :]
-        ]
+        others = order[len(first) :]
+        solver.tighten(others, below=self._below(best))
+        findings.open = [Problem(candidate=candidates[g], bound_seconds=float(solver.bounds[g])) for g in others]
         return findings
 
     def _solved(self, problems: "Sequence[Problem]", limit: float, wishes: Wishes, best: BestSeconds) -> _Findings:

@@ -32,7 +32,7 @@ STAGES = "pp"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockPin:
-    """Blocks whose name matches `pattern` are split along `dim` over the axis named `axis`."""
+    """Blocks whose name matches `pattern` and that have the dim `dim` are split along it over the axis named `axis`."""
 
     pattern: str
     dim: str

@@ -66,12 +66,13 @@ def block_strategies(
 
 
 def _allowed(block: Block, shape: Shape, axis: int, pins: Sequence[BlockPin]) -> list[int]:
-    """The dims that an axis may split, -1 for none."""
+    """The dims that an axis may split, -1 for none. A pin says nothing of blocks that lack its dim."""
     if shape.sizes[axis] == 1:
         return [-1]
-    pinned = [pin for pin in pins if pin.axis == shape.names[axis] and pin.matches(block.name)]
+    wanted = {pin.dim for pin in pins if pin.axis == shape.names[axis] and pin.matches(block.name)}
+    pinned = [i for i, dim in enumerate(block.dims) if wanted & {dim.name, _word(dim.name)}]
     if pinned:
-        return [i for i, dim in enumerate(block.dims) if dim.name == pinned[0].dim or _word(dim.name) == pinned[0].dim]
+        return pinned
     if shape.kinds[axis] == "data":
         found = [i for i, dim in enumerate(block.dims) if dim.name in (BATCH_DIM, EXPERTS_DIM)]
         return found or [-1]
