@@ -262,7 +262,7 @@ class Solver:
         the first; then what is saved costs λ · k everywhere, as was counted, and what is stored λ at least."""
         num_micro = self.tables.candidates[g].num_micro
         shares = sum(self.kept[g] / k for k in kept_micro_batches(self.num_stages, num_micro))
-        bound = (total - price * self.limit_bytes * shares) / self.num_stages
+        bound = float(total - price * self.limit_bytes * shares) / self.num_stages
         self.bounds[g] = max(self.bounds[g], bound)
         return bound
 
