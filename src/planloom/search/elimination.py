@@ -11,7 +11,8 @@ costs the size of the largest table, which the treewidth of the block graph deci
 Equal segments in a row have equal tables, so each maps a message to the next by the same function. That function is
 linear in the algebra of (min, +): once a message differs from the one before by a constant, all further ones do, and
 every further equal segment has the same minimizers. So depth is nearly free. (Ties apart, a period above one would be
-possible; then segments are simply eliminated one by one.)
+possible; then segments are simply eliminated one by one.) Problems of a batch settle at different depths: those that
+have settled leave the others to themselves.
 
 A segment may have an *alternative*: other tables over the same variables (its activations are recomputed, say). Then
 both are eliminated, and for every value of what lives on the smaller one counts.
@@ -21,7 +22,7 @@ All tables have a leading axis: the problems of the batch, alike in structure, d
 
 from collections import ChainMap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
@@ -32,6 +33,8 @@ Indices = NDArray[np.intp]
 
 _STEADY = 1e-12
 """Messages that differ from a constant by less than this share of it differ by rounding."""
+_PARTED = 8
+"""Settled problems are parted from the others when they are one in so many."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -86,6 +89,8 @@ class Step:
     """To be added to the variables of the records, where the step of an earlier, equal segment stands for this one."""
     relative_from: int = 0
     """Variables below are the same in all equal segments: what all of them read."""
+    rows: Indices | None = None
+    """Where the problems at hand are in the records' tables; None: they are all that there are."""
 
     def moved(self, variable: int) -> int:
         return variable + self.shift if variable >= self.relative_from else variable
@@ -102,36 +107,107 @@ class Minimum:
 
 def minimize(segments: Sequence[SegmentTables], sizes: Mapping[int, int], *, with_choices: bool = True) -> Minimum:
     """Exact, for every problem of the batch; without choices only the minima."""
-    totals, steps = eliminate(segments, sizes)
-    variables, alternatives = _backtracked(steps, len(totals)) if with_choices else ({}, ())
-    return Minimum(totals=totals, variables=variables, alternatives=alternatives)
+    parts = _eliminations(segments, sizes, apart=True)
+    problems = np.concatenate([part.problems for part in parts])
+    order = np.argsort(problems)
+    totals = np.concatenate([part.total for part in parts])[order]
+    if not with_choices:
+        return Minimum(totals=totals, variables={}, alternatives=())
+    found = [_backtracked(part.steps, len(part.total)) for part in parts]
+    return Minimum(
+        totals=totals,
+        variables={v: np.concatenate([own[v] for own, _ in found])[order] for v in found[0][0]},
+        alternatives=tuple(np.concatenate(own)[order] for own in zip(*(own for _, own in found), strict=True)),
+    )
 
 
 def eliminate(segments: Sequence[SegmentTables], sizes: Mapping[int, int]) -> tuple[Array, list[Step]]:
-    """The minimum of every problem, and how all variables follow, segment by segment."""
-    num_problems = segments[0].tables[0].numbers.shape[0]
-    total = np.zeros(num_problems)
+    """The minimum of every problem, and how all variables follow, segment by segment, in all problems alike."""
+    (whole,) = _eliminations(segments, sizes, apart=False)
+    return whole.total, whole.steps
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class _Elimination:
+    """Some problems of a batch, eliminated up to segment `at`."""
+
+    problems: Indices
+    total: Array
     message: tuple[Table, ...] = ()
-    steps: list[Step] = []
-    constant: Array | None = None
-    for at, segment in enumerate(segments):
-        before = segments[at - 1] if at else None
-        if constant is not None and before is not None and segment.kind == before.kind:
-            total = total + constant
-            shift = segment.first - before.first
-            steps.append(replace(steps[-1], shift=steps[-1].shift + shift))
-            message = tuple(_shifted(table, shift, before.first) for table in message)
-            continue
-        constant = None
-        step, left = _step(segment, message, sizes)
-        normalized, lowest = _normalized(left, num_problems)
-        total = total + lowest
-        if before is not None and segment.kind == before.kind:
-            constant = _constant(message, normalized, segment.first - before.first, before.first, lowest)
-        steps.append(replace(step, relative_from=before.first if before is not None else 0))
-        message = normalized
-    assert not message, "variables are left over"
-    return total, steps
+    steps: list[Step] = field(default_factory=list)
+    at: int = 0
+    settled: NDArray[np.bool_]
+    """Which problems' messages only grow by the constant?"""
+    constant: Array
+    is_whole: bool = True
+    own: dict[int, Array] = field(default_factory=dict)
+    """Numbers of these problems, by the id of those of the batch, which outlive this."""
+
+    def tables_of(self, tables: Sequence[Table]) -> tuple[Table, ...]:
+        if self.is_whole:
+            return tuple(tables)
+        for table in tables:
+            if id(table.numbers) not in self.own:
+                self.own[id(table.numbers)] = table.numbers[self.problems]
+        return tuple(Table(table.variables, self.own[id(table.numbers)]) for table in tables)
+
+    def taken(self, rows: Indices) -> "_Elimination":
+        """Some of the problems, for themselves."""
+        everything = np.arange(len(self.problems))
+        steps = [replace(own, rows=(everything if own.rows is None else own.rows)[rows]) for own in self.steps]
+        return _Elimination(
+            problems=self.problems[rows], total=self.total[rows], at=self.at, steps=steps, is_whole=False,
+            message=tuple(Table(table.variables, table.numbers[rows]) for table in self.message),
+            settled=self.settled[rows], constant=self.constant[rows],
+        )  # fmt: skip
+
+
+def _eliminations(segments: Sequence[SegmentTables], sizes: Mapping[int, int], *, apart: bool) -> list[_Elimination]:
+    """All segments eliminated; `apart`: problems that have settled are not kept with those that have not."""
+    count = segments[0].tables[0].numbers.shape[0]
+    whole = _Elimination(
+        problems=np.arange(count), total=np.zeros(count), settled=np.zeros(count, dtype=bool), constant=np.zeros(count)
+    )
+    waiting, done = [whole], list[_Elimination]()
+    while waiting:
+        own = waiting.pop()
+        while own.at < len(segments):
+            _advance(own, segments, sizes)
+            if apart and _is_worth_parting(own.settled):
+                waiting.append(own.taken(np.flatnonzero(own.settled)))
+                own = own.taken(np.flatnonzero(~own.settled))
+        assert not own.message, "variables are left over"
+        done.append(own)
+    return done
+
+
+def _is_worth_parting(settled: NDArray[np.bool_]) -> bool:
+    """Taking some numbers out costs little, but not nothing."""
+    return not settled.all() and int(settled.sum()) * _PARTED >= len(settled)
+
+
+def _advance(own: _Elimination, segments: Sequence[SegmentTables], sizes: Mapping[int, int]) -> None:
+    """One segment more."""
+    segment = segments[own.at]
+    before = segments[own.at - 1] if own.at else None
+    own.at += 1
+    if before is not None and segment.kind == before.kind and own.settled.all():
+        own.total = own.total + own.constant
+        shift = segment.first - before.first
+        own.steps.append(replace(own.steps[-1], shift=own.steps[-1].shift + shift))
+        own.message = tuple(_shifted(table, shift, before.first) for table in own.message)
+        return
+    step, left = _step(
+        replace(segment, tables=own.tables_of(segment.tables), alternative=own.tables_of(segment.alternative)),
+        own.message, sizes,
+    )  # fmt: skip
+    message, lowest = _normalized(left, len(own.problems))
+    own.total = own.total + lowest
+    own.settled, own.constant = np.zeros(len(own.problems), dtype=bool), lowest
+    if before is not None and segment.kind == before.kind:
+        own.settled = _is_constant(own.message, message, segment.first - before.first, before.first, lowest)
+    own.steps.append(replace(step, relative_from=before.first if before is not None else 0))
+    own.message = message
 
 
 def least_over_rows(segments: Sequence[SegmentTables], sizes: Mapping[int, int], extra: Sequence[Array]) -> float:
@@ -154,7 +230,8 @@ def least_over_rows(segments: Sequence[SegmentTables], sizes: Mapping[int, int],
         normalized, lowest = _normalized([Table(whole.variables, rows.min(axis=0, keepdims=True))], 1)
         total = total + lowest
         if before is not None and is_equal:
-            constant = _constant(message, normalized, segment.first - before.first, before.first, lowest)
+            is_settled = _is_constant(message, normalized, segment.first - before.first, before.first, lowest)
+            constant = lowest if is_settled.all() else None
         message = normalized
     return float(total[0])
 
@@ -274,55 +351,83 @@ def _shifted(table: Table, shift: int, first: int) -> Table:
     return Table(tuple(v + shift if v >= first else v for v in table.variables), table.numbers)
 
 
-def _constant(before: Sequence[Table], after: Sequence[Table], shift: int, first: int, lowest: Array) -> Array | None:
-    """What one more equal segment adds, if the messages are equal; else None."""
+def _is_constant(
+    before: Sequence[Table], after: Sequence[Table], shift: int, first: int, lowest: Array
+) -> NDArray[np.bool_]:
+    """For every problem: are the messages equal, so that one more equal segment adds as much again?"""
     moved = [_shifted(table, shift, first) for table in before]
     if [t.variables for t in moved] != [t.variables for t in after]:
-        return None
+        return np.zeros(len(lowest), dtype=bool)
+    found = np.ones(len(lowest), dtype=bool)
     for one, two in zip(moved, after, strict=True):
         scale = np.where(np.isfinite(lowest), np.abs(lowest), 0.0).reshape((-1,) + (1,) * len(one.variables))
         with np.errstate(invalid="ignore"):
             close = (one.numbers == two.numbers) | (np.abs(one.numbers - two.numbers) <= _STEADY * scale)
-        if not close.all():
-            return None
-    return lowest
-
-
-def _backtracked(steps: Sequence[Step], num_problems: int) -> tuple[dict[int, Indices], tuple[Indices, ...]]:
-    chosen: dict[int, Indices] = {}
-    alternatives = []
-    for step in reversed(steps):
-        taken = np.zeros(num_problems, dtype=np.intp)
-        if step.taken is not None:
-            ends = [chosen[step.moved(v)] for v in step.taken.variables]
-            taken = step.taken.numbers[(np.arange(num_problems), *ends)]
-        alternatives.append(taken)
-        found = [_followed(step, records, chosen) for records in step.records]
-        for variable, values in found[0].items():
-            others = found[-1][variable]
-            chosen[variable] = values if len(found) == 1 else np.where(taken == 0, values, others)
-    return chosen, tuple(reversed(alternatives))
-
-
-def _followed(step: Step, records: Sequence[Record], chosen: Mapping[int, Indices]) -> dict[int, Indices]:
-    """The variables that a segment's records eliminate, from those that are chosen already."""
-    found: dict[int, Indices] = {}
-    known = ChainMap(found, chosen)  # type: ignore[arg-type]
-    for record in reversed(records):
-        found[step.moved(record.variable)] = _looked_up(step, record, known)
+        found &= close.reshape(len(found), -1).all(axis=1)
     return found
 
 
-def _looked_up(step: Step, record: Record, chosen: Mapping[int, Indices]) -> Indices:
-    """The minimizer of an eliminated variable, where all others of its tables are chosen."""
+def _backtracked(steps: Sequence[Step], num_problems: int) -> tuple[dict[int, Indices], tuple[Indices, ...]]:
+    """For every variable its choice in every problem, and for every segment the alternative. Segments that one step
+    stands for, and that find the same choices around them, choose the same."""
+    chosen: dict[int, Indices] = {}
+    alternatives = []
+    known: dict[tuple[object, ...], tuple[Indices, dict[int, Indices]]] = {}
+    reads: dict[int, tuple[int, ...]] = {}
+    for step in reversed(steps):
+        made = id(step.records)
+        if made not in reads:
+            reads[made] = _read_from_outside(step)
+        around = {v: chosen[step.moved(v)] for v in reads[made]}
+        key = (made, *(own.tobytes() for own in around.values()))
+        if key not in known:
+            known[key] = _chosen_in(step, around, num_problems)
+        taken, found = known[key]
+        alternatives.append(taken)
+        chosen.update((step.moved(variable), own) for variable, own in found.items())
+    return chosen, tuple(reversed(alternatives))
+
+
+def _read_from_outside(step: Step) -> tuple[int, ...]:
+    """What a step must know: variables that it does not eliminate."""
+    used = {v for records in step.records for record in records for table in record.tables for v in table.variables}
+    used.update(step.taken.variables if step.taken is not None else ())
+    return tuple(sorted(used - {record.variable for record in step.records[0]}))
+
+
+def _chosen_in(step: Step, around: Mapping[int, Indices], num_problems: int) -> tuple[Indices, dict[int, Indices]]:
+    """Which alternative of a segment is taken, and its variables' choices, from those around them."""
+    if step.taken is None:
+        return np.zeros(num_problems, dtype=np.intp), _followed(step, 0, around)
+    rows = np.arange(num_problems) if step.rows is None else step.rows
+    taken: Indices = step.taken.numbers[(rows, *(around[v] for v in step.taken.variables))]
+    which = sorted(set(taken.tolist()))
+    found = [_followed(step, own, around) for own in which]
+    if len(found) == 1:
+        return taken, found[0]
+    return taken, {v: np.where(taken == which[0], own, found[1][v]) for v, own in found[0].items()}
+
+
+def _followed(step: Step, alternative: int, around: Mapping[int, Indices]) -> dict[int, Indices]:
+    """The variables that the records of one alternative eliminate."""
+    found: dict[int, Indices] = {}
+    known = ChainMap(found, around)  # type: ignore[arg-type]
+    for record in reversed(step.records[alternative]):
+        found[record.variable] = _looked_up(record, known, step.rows)
+    return found
+
+
+def _looked_up(record: Record, chosen: Mapping[int, Indices], rows: Indices | None) -> Indices:
+    """The minimizer of an eliminated variable, where all others of its tables are chosen; `rows`: of the tables."""
     total: Array | None = None
     for table in record.tables:
         numbers = table.numbers
         if len(table.variables) > 1:
-            ends = [slice(None) if v == record.variable else chosen[step.moved(v)] for v in table.variables]
-            own = numbers[(np.arange(numbers.shape[0]), *ends)]  # (problems, choices), wherever the slice is
+            at = np.arange(numbers.shape[0]) if rows is None else rows
+            ends = [slice(None) if v == record.variable else chosen[v] for v in table.variables]
+            own = numbers[(at, *ends)]  # (problems, choices), wherever the slice is
         else:
-            own = numbers
+            own = numbers if rows is None else numbers[rows]
         total = own if total is None else total + own
     assert total is not None
     found: Indices = total.argmin(axis=1)

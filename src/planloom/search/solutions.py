@@ -32,6 +32,8 @@ _BOUND_PRICES = tuple(2.0**power for power in (-7, -6, -5, -4, -3, -2))
 2026-11-18."""
 _CLOSE = 1.03
 """Problems whose first solution is further from the best are not worth finer prices."""
+_EVEN = 1.001
+"""Stages that cost no more than this are as even as they would be with any memory."""
 _MAX_NUMBERS = 1_000_000
 """In the largest table of problems that are solved at once: 8 MB, about what a processor's cache holds."""
 _ROOMS = (1.0, 0.99, 0.97, 0.93)
@@ -75,7 +77,7 @@ class Solver:
 
     def solve(self, problems: Sequence[int], *, below: float) -> list[Solution]:
         """Of these problems those that fit into memory and may be faster than `below`."""
-        found, left = list[Solution](), dict[int, Choice]()
+        found, left = dict[int, Solution](), dict[int, Choice]()
         worthwhile = np.array([g for g in problems if self.bounds[g] < below], dtype=np.intp)
         if not len(worthwhile):
             return []
@@ -83,10 +85,23 @@ class Solver:
         for i, g in enumerate(int(g) for g in worthwhile):
             solution = self._fitted(g, [free.choice(i)])[1]
             if solution is not None:
-                found.append(solution)
-            else:
+                found[g] = solution
+            if solution is None or self._is_bent(g, free.choice(i), solution):
                 left[g] = free.choice(i)
-        return [*found, *self._under_limit(left, below)]
+        for g, solution in self._under_limit(left, below).items():
+            if _is_faster(solution, found.get(g)):
+                found[g] = solution
+        return list(found.values())
+
+    def _is_bent(self, g: int, choice: Choice, solution: Solution) -> bool:
+        """Does the limit of memory make the stages of what is fastest without it less even than they could be?"""
+        if self.num_stages == 1:
+            return False
+        figures = [block_figures(self.tables, g, self._settled(g, choice))]
+        even = pack_stages(figures, self.places, self.tables.candidates[g].num_micro, [np.inf] * self.num_stages)
+        assert even is not None, "what fits under a limit fits without it"
+        without = self.estimate(g, self._settled(g, choice), even.first_blocks)
+        return solution.estimate.step_seconds > _EVEN * without.step_seconds
 
     def tighten(self, problems: Sequence[int], *, below: float) -> None:
         """Lagrange's bounds of many problems at once, which cost far less than their solutions: up to `below` each, or
@@ -135,9 +150,7 @@ class Solver:
 
     def _pipeline_bound(self, g: int, tables: Tables, known: float, enough: float) -> float:
         """With multipliers that were good for another problem of the batch, or else with its own."""
-        bound = PipelineBound(
-            tables, 0, self.places, self.limits.tolist(), known_seconds=known, recompute=self.recompute
-        )
+        bound = PipelineBound(tables, 0, self.limits.tolist(), known_seconds=known, recompute=self.recompute)
         best = bound.at(self._multipliers).seconds if self._multipliers is not None else 0.0
         if best >= min(enough, (1 - TOLERANCE) * known):
             return best
@@ -189,23 +202,24 @@ class Solver:
             portions.append(_Minimized.of(costs))
         return _Minimized.joined(portions)
 
-    def _under_limit(self, problems: Mapping[int, Choice], below: float) -> list[Solution]:
+    def _under_limit(self, problems: Mapping[int, Choice], below: float) -> dict[int, Solution]:
         """Options for a row of prices of memory, packed into stages; finer prices for those that come close.
 
         `problems`: with what is chosen where memory costs nothing.
         """
         if not problems:
-            return []
+            return {}
         rows = {}
         for g in problems:
             scale = float(self._totals[g]) / (self.num_stages * self.limit_bytes)
             rows[g] = [scale * price for price in _PRICES]
-        found = []
+        found = {}
         options = self._at_prices(rows)
         for g in problems:
             if self.bounds[g] < below:
                 solution = self._packed(g, {0.0: problems[g], **options[g]}, below)
-                found += [solution] if solution is not None else []
+                if solution is not None:
+                    found[g] = solution
         return found
 
     def _packed(self, g: int, options: dict[float, Choice], below: float) -> Solution | None:
@@ -216,7 +230,7 @@ class Solver:
             packing, solution = self._fitted(g, [options[price] for price in ordered])
             if packing is None:
                 return best
-            if solution is not None and (best is None or solution.estimate.step_seconds < best.estimate.step_seconds):
+            if solution is not None and _is_faster(solution, best):
                 best = solution
             if best is not None and best.estimate.step_seconds > _CLOSE * below:
                 return best
@@ -295,6 +309,10 @@ class Solver:
             storage=np.stack([o.storage for o in options])[of_variable, at],
             recomputed=recomputed,
         )
+
+
+def _is_faster(solution: Solution, other: Solution | None) -> bool:
+    return other is None or solution.estimate.step_seconds < other.estimate.step_seconds
 
 
 def _distinct(options: Mapping[float, Choice]) -> dict[float, Choice]:
