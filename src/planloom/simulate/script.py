@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Protocol
 
-from planloom.cost import Price, Prices
+from planloom.cost import Credit, Price, Prices
 from planloom.cost.prices import Source
 from planloom.cost.segments import BodySegment
 from planloom.layout import Mesh
@@ -199,8 +199,7 @@ class ScriptWriter:
                     price = self._seen(self.prices.memory((1 + len(sources)) * sizes[target]))
                     items.append(self._busy("Sum", price))
                 case Accumulate(target=target):
-                    if self.program.num_micro_batches > 1 or target in accumulated:
-                        items.append(self._busy("Accumulate", self._seen(self.prices.memory(3 * sizes[target]))))
+                    items += self._accumulate(sizes[target], is_first=target not in accumulated)
                     accumulated.add(target)
                 case Seed():
                     items.append(self._busy("Seed", self._seen(self.prices.memory(8))))
@@ -225,6 +224,21 @@ class ScriptWriter:
                 if all(step.is_local for step in collectives[0].steps):
                     at_once.update(collective.target for collective in collectives)
         return items
+
+    def _accumulate(self, num_bytes: int, *, is_first: bool) -> list[Item]:
+        """An addition into a buffer of the step; `is_first`: of its micro-batch.
+
+        Over all micro-batches, the first value is kept as it is, the second makes a new buffer, and the others are
+        added in place: each takes the mean.
+        """
+        num_micro = self.program.num_micro_batches
+        if is_first and num_micro == 1:
+            return []
+        price = self._seen(self.prices.accumulate(3 * num_bytes))
+        if is_first:
+            new = self._seen(self.prices.memory(3 * num_bytes))
+            price = replace(price, seconds=(new.seconds + (num_micro - 2) * price.seconds) / num_micro)
+        return [self._busy("Accumulate", price)]
 
     def _begin(self, s: int, collectives: tuple[Collective, ...]) -> list[Item]:
         """A collective with the sum of its steps' seconds; several as one, with the sum of their bytes."""
@@ -282,7 +296,8 @@ class ScriptWriter:
             else:
                 merged.append(item)
             at += 1
-        return merged
+        credit = self.prices.credit
+        return [_with_rests(item, credit) if isinstance(item, Busy) and credit.seconds else item for item in merged]
 
     # -- prices
 
@@ -348,6 +363,22 @@ def _joined(first: Busy, second: Busy) -> Busy:
     return Busy(
         first.device_seconds + second.device_seconds, first.parts + parts, first.host_seconds + second.host_seconds
     )
+
+
+def _with_rests(busy: Busy, credit: Credit) -> Busy:
+    """What a device computes after communication inside of an item is over earlier: it has rested meanwhile."""
+    parts: list[Part] = []
+    at = rested = 0.0
+    for part in busy.parts:
+        seconds = part.seconds
+        if part.stream == "communication":
+            rested = min(credit.seconds, rested + seconds)
+        else:
+            saved = credit.saved(rested, seconds)
+            seconds, rested = seconds - saved, rested - saved
+        parts.append(replace(part, start=at, seconds=seconds))
+        at += seconds
+    return replace(busy, device_seconds=at, parts=tuple(parts))
 
 
 def _started_together(items: Sequence[Mapping[str, Sequence[Item]]]) -> dict[str, str]:
