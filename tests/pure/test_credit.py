@@ -1,4 +1,4 @@
-"""What a device under a quota makes good when it has waited: on the simulator's clock, and inside of merged items."""
+"""What a device under a quota makes good when it has waited: on the simulator's clock."""
 
 import pytest
 from hypothesis import given
@@ -9,20 +9,14 @@ from planloom.cost import Credit, Prices
 from planloom.cost.keys import REST_SECONDS_KEY, REST_SHARE_KEY, accumulate_key, memory_key
 from planloom.program import BodyCall
 from planloom.simulate.engine import Engine
-from planloom.simulate.script import Await, Busy, Half, Item, Part, _with_rests
+from planloom.simulate.script import Await, Begin, Busy, Half, Item, Part
 from tests.pure.tiny_graph import tiny_blocks
 
 CREDIT = Credit(seconds=3.0, share=0.4)
 
 
-def busy(*seconds: float, stream: str = "compute") -> Busy:
-    """One item with parts that compute and communicate by turns, first `stream`."""
-    parts, at = [], 0.0
-    for i, each in enumerate(seconds):
-        of = stream if i % 2 == 0 else "communication"
-        parts.append(Part(of, of, at, each))  # type: ignore[arg-type]
-        at += each
-    return Busy(at, tuple(parts))
+def busy(seconds: float) -> Busy:
+    return Busy(seconds, (Part("Forward 0", "compute", 0.0, seconds),))
 
 
 def after_waiting(waited: float, *items: Item, credit: Credit = CREDIT) -> float:
@@ -56,25 +50,26 @@ def test_credit_is_spent_once() -> None:
     assert after_waiting(10.0, *twice) == pytest.approx(16.0 - 3.0)
 
 
-def test_communication_inside_of_an_item_is_a_rest_too() -> None:
-    found = _with_rests(busy(8.0, 5.0, 8.0, 1.0, 8.0), CREDIT)
-    assert [part.seconds for part in found.parts] == pytest.approx([8.0, 5.0, 5.0, 1.0, 7.0])
-    assert found.device_seconds == pytest.approx(26.0)
-    assert [part.start for part in found.parts] == pytest.approx([0.0, 8.0, 13.0, 18.0, 19.0])
+def test_after_a_collective_nothing_is_made_good() -> None:
+    """The device's own threads carry it out."""
+    items = (Begin("all_reduce", "tp", 10.0, 0, ((3, True),), {}), Await((3, True), 0, False), busy(8.0))
+    engine = Engine(
+        [[BodyCall(body="b", micro=0)]],
+        [{"b": items}],
+        compute_slowdown=1.0,
+        communication_slowdown=1.0,
+        credit=CREDIT,
+    )
+    assert engine.run() == pytest.approx(18.0)
 
 
-@given(st.lists(st.floats(0.0, 20.0), min_size=1, max_size=9), st.floats(0.0, 5.0), st.floats(0.05, 1.0))
-def test_rests_make_nothing_longer_and_never_faster_than_a_whole_core(
-    seconds: list[float], credit_seconds: float, share: float
+@given(st.floats(0.0, 20.0), st.floats(0.0, 20.0), st.floats(0.0, 5.0), st.floats(0.05, 1.0))
+def test_rests_make_nothing_longer_and_nothing_faster_than_a_whole_core(
+    rested: float, seconds: float, most: float, share: float
 ) -> None:
-    before = busy(*seconds)
-    after = _with_rests(before, Credit(seconds=credit_seconds, share=share))
-    for was, found in zip(before.parts, after.parts, strict=True):
-        assert found.stream == was.stream
-        least = was.seconds * (share if was.stream == "compute" else 1.0)
-        assert least - 1e-9 <= found.seconds <= was.seconds + 1e-9
-    rests = sum(part.seconds for part in before.parts if part.stream == "communication")
-    assert before.device_seconds - after.device_seconds <= rests + 1e-9
+    saved = Credit(seconds=most, share=share).saved(rested, seconds)
+    assert 0 <= saved <= min(rested, most)
+    assert share * seconds <= seconds - saved + 1e-9
 
 
 def test_credit_is_that_of_measured_links_only() -> None:

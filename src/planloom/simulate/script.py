@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Protocol
 
-from planloom.cost import Credit, Price, Prices
+from planloom.cost import Price, Prices
 from planloom.cost.prices import Source
 from planloom.cost.segments import BodySegment
 from planloom.layout import Mesh
@@ -296,8 +296,7 @@ class ScriptWriter:
             else:
                 merged.append(item)
             at += 1
-        credit = self.prices.credit
-        return [_with_rests(item, credit) if isinstance(item, Busy) and credit.seconds else item for item in merged]
+        return merged
 
     # -- prices
 
@@ -363,22 +362,6 @@ def _joined(first: Busy, second: Busy) -> Busy:
     return Busy(
         first.device_seconds + second.device_seconds, first.parts + parts, first.host_seconds + second.host_seconds
     )
-
-
-def _with_rests(busy: Busy, credit: Credit) -> Busy:
-    """What a device computes after communication inside of an item is over earlier: it has rested meanwhile."""
-    parts: list[Part] = []
-    at = rested = 0.0
-    for part in busy.parts:
-        seconds = part.seconds
-        if part.stream == "communication":
-            rested = min(credit.seconds, rested + seconds)
-        else:
-            saved = credit.saved(rested, seconds)
-            seconds, rested = seconds - saved, rested - saved
-        parts.append(replace(part, start=at, seconds=seconds))
-        at += seconds
-    return replace(busy, device_seconds=at, parts=tuple(parts))
 
 
 def _started_together(items: Sequence[Mapping[str, Sequence[Item]]]) -> dict[str, str]:
