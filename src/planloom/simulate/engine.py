@@ -6,9 +6,10 @@ computing is less while its device communicates. Rates change only when an activ
 moments every activity's end is known, and the clock jumps to the next one.
 
 A device under a quota that has waited for another stage has *credit*: what it computes next is over as much earlier as
-it has rested, up to what was measured (`cost.Credit`). Not after collectives: its own threads carry these out and use
-the quota, and they were measured with a quota unused. (With credit after collectives, too, steps of `pp=2,tp=2` of a
-small mixture of experts on the testbed came out 21 to 34 % too short, 2026-11-18.)
+it has rested, up to what was measured (`cost.Credit`). Not after collectives
+[Assumed]: there the testbed disagrees with itself (2026-11-18, one run each). With credit after them, too, `pp=2,tp=2`
+of a small mixture of experts came out 21 and 34 % too short (without: 9 and 19 %), that of Llama 0.5 % too long
+(without: 5.9 %). Their own use of the quota is not measured.
 """
 
 import heapq
