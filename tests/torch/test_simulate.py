@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from planloom.capture import batch_spec
+from planloom.cost import Price
 from planloom.errors import PriceError
 from planloom.graph.flops import training_flops
 from planloom.layout import Mesh
 from planloom.plan import draft, named_plan, parse_named
 from planloom.plan.schedules import home_groups, orders_of
-from planloom.program import Coalesced, Instruction, Program, build_program, verify_program
+from planloom.program import Accumulate, Coalesced, Instruction, Program, build_program, verify_program
 from planloom.report import chrome_trace, timeline_svg
 from planloom.simulate import Summary, Timeline, simulate
 from tests.pure.chain_graph import chain_batch, chain_blocks
@@ -63,6 +64,46 @@ def test_the_bubble_of_every_schedule_is_exactly_the_closed_form(
     summary = summary_of(simulate(built, FixedPrices(built, of=blocks)))
     assert summary.step_seconds == work + bubble_seconds
     assert summary.bubble == bubble_seconds / (work + bubble_seconds)
+
+
+@pytest.mark.parametrize("exchange_seconds", [0.25, 0.5, 1.0])
+def test_cotangents_are_on_their_way_while_the_next_are_computed(exchange_seconds: float) -> None:
+    """A stage does not wait for its last send before its next backward: each way is paid once, not once a micro-batch.
+
+    Three ways: the first activations', the last cotangents', and the loss's.
+    """
+    blocks, num_micro = chain_blocks(2, batch=4), 4
+    written = draft(blocks, Mesh.of([0]), batch=chain_batch(num_micro))
+    written = replace(written, meshes=(Mesh.of([0]), Mesh.of([1])), stages=(0, 1, 1))
+    built = build_program(blocks, written.order("gpipe", micro_batches=num_micro).plan("gpipe"))
+    verify_program(blocks, built)
+    found = simulate(built, FixedPrices(built, of=blocks, exchange_seconds=exchange_seconds)).step_seconds
+    assert found == pytest.approx((num_micro + 1) * 3.0 + 3 * exchange_seconds)
+
+
+class Additions(FixedPrices):
+    """Half a second for a new tensor, an eighth in place."""
+
+    def memory(self, num_bytes: int) -> Price:
+        return Price(seconds=0.5, source="measured")
+
+    def accumulate(self, num_bytes: int) -> Price:
+        return Price(seconds=0.125, source="measured")
+
+
+@pytest.mark.parametrize(("num_micro", "seconds"), [(1, 0.0), (2, 0.5), (4, 0.5 + 2 * 0.125)])
+def test_the_first_gradient_is_kept_the_second_makes_a_new_one_others_are_added_in_place(
+    num_micro: int, seconds: float
+) -> None:
+    blocks = chain_blocks(1, batch=4)
+    written = draft(blocks, Mesh.of([0]), batch=chain_batch(4))
+    built = build_program(blocks, written.order("gpipe", micro_batches=num_micro).plan("one"))
+    (stage,) = built.stages
+    count = sum(isinstance(i, Accumulate) for body in stage.bodies.values() for i in body)
+    assert count == 2, "the loss in the forward, the gradient in the backward"
+    timeline = simulate(built, Additions(built, of=blocks))
+    added = [e.stop_seconds - e.start_seconds for e in timeline.events if e.name == "Accumulate"]
+    assert sum(added) == pytest.approx(count * seconds)
 
 
 def test_without_a_pipeline_times_add_up() -> None:

@@ -12,8 +12,10 @@ a real network it matters which ranks talk, and sizes of the same groups may be 
 | collective/<kind>/<groups>/<bytes>       | seconds; the bytes are those of a device's array before it             |
 | collective/exchange/<pairs>/<bytes>      | seconds; the bytes are those of the largest message                    |
 | memory/<bytes>                           | seconds of a sum that reads and writes so many bytes                   |
+| accumulate/<bytes>                       | seconds of an addition in place that reads and writes so many bytes    |
 | segment/<digest>                         | seconds of a segment of a body with its collectives; see `segments`    |
 | overlap/compute, overlap/communication   | how many times longer a run, or a collective, takes while both go on   |
+| rest/seconds, rest/share                 | what a device that has waited makes good, and its share of a core      |
 """
 
 import hashlib
@@ -108,6 +110,11 @@ def memory_key(num_bytes: int) -> str:
     return f"{MEMORY_PREFIX}{num_bytes}"
 
 
+def accumulate_key(num_bytes: int) -> str:
+    """An addition in place that reads and writes so many bytes in all."""
+    return f"{ACCUMULATE_PREFIX}{num_bytes}"
+
+
 def mask_figures(key: str, flags: Sequence[bool]) -> dict[str, float]:
     """Flags as figures under a key: a float holds 53 bits exactly, so every 48 flags are a figure of their own."""
     words = [flags[i : i + _MASK_BITS] for i in range(0, len(flags), _MASK_BITS)] or [()]
@@ -127,8 +134,9 @@ def _word_key(key: str, number: int) -> str:
 
 
 _MASK_BITS = 48
-MEMORY_PREFIX, SEGMENT_PREFIX = "memory/", "segment/"
+MEMORY_PREFIX, ACCUMULATE_PREFIX, SEGMENT_PREFIX = "memory/", "accumulate/", "segment/"
 OVERLAP_COMPUTE_KEY, OVERLAP_COMMUNICATION_KEY = "overlap/compute", "overlap/communication"
+REST_SECONDS_KEY, REST_SHARE_KEY = "rest/seconds", "rest/share"
 
 
 def sizes_measured(prefix: str, known: Iterable[str]) -> list[int]:

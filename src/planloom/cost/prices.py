@@ -17,9 +17,12 @@ from planloom.blocks import BlockGraph, find_segments
 from planloom.cluster import Cluster, Message, exchange_seconds
 from planloom.collective import Step, step_cost
 from planloom.cost.keys import (
+    ACCUMULATE_PREFIX,
     MEMORY_PREFIX,
     OVERLAP_COMMUNICATION_KEY,
     OVERLAP_COMPUTE_KEY,
+    REST_SECONDS_KEY,
+    REST_SHARE_KEY,
     SEGMENT_PREFIX,
     Figure,
     Phase,
@@ -59,6 +62,21 @@ class Price:
     uncertainty: float = 0.0
     host_seconds: float = 0.0
     busy: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credit:
+    """What a device that has waited makes good: at most `seconds`, while it computes 1 / `share` times as fast.
+
+    That is a device under a quota, with this share of a core (`profile.rest`); others make nothing good.
+    """
+
+    seconds: float = 0.0
+    share: float = 1.0
+
+    def saved(self, rested_seconds: float, seconds: float) -> float:
+        """How much earlier work of so many seconds is over."""
+        return min(self.seconds, rested_seconds, (1 - self.share) * seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,6 +215,13 @@ class Prices:
         """How many times longer communication takes while its devices compute."""
         return self._slowdown(OVERLAP_COMMUNICATION_KEY, 1.0)
 
+    @property
+    def credit(self) -> Credit:
+        """What a device makes good that has waited for others; unknown, it is none."""
+        if not self.measured_links or REST_SECONDS_KEY not in self.measured:
+            return Credit()
+        return Credit(seconds=self.measured[REST_SECONDS_KEY], share=self.measured[REST_SHARE_KEY])
+
     def _slowdown(self, key: str, modelled: float) -> float:
         return max(1.0, self.measured.get(key, modelled)) if self.measured_links else modelled
 
@@ -220,6 +245,10 @@ class Prices:
             return found
         estimate = memory_seconds(num_bytes, self.cluster.device)
         return Price(seconds=estimate.seconds, source="modelled", uncertainty=estimate.uncertainty)
+
+    def accumulate(self, num_bytes: int) -> Price:
+        """An addition in place that reads and writes this many bytes: it needs no fresh memory."""
+        return self._on_curve(ACCUMULATE_PREFIX, num_bytes, self._memory_seconds) or self.memory(num_bytes)
 
     def _memory_seconds(self, num_bytes: float) -> float:
         return memory_seconds(round(num_bytes), self.cluster.device).seconds
@@ -255,7 +284,7 @@ class Prices:
         curves: dict[str, list[tuple[int, float]]] = {}
         for key, seconds in self.measured.items():
             prefix, slash, size = key.rpartition("/")
-            if size.isdecimal() and key.startswith((MEMORY_PREFIX, "collective/")):
+            if size.isdecimal() and key.startswith((MEMORY_PREFIX, ACCUMULATE_PREFIX, "collective/")):
                 curves.setdefault(prefix + slash, []).append((int(size), seconds))
         return {prefix: sorted(points) for prefix, points in curves.items()}
 

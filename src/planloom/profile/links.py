@@ -19,6 +19,7 @@ from planloom.collective import Step
 from planloom.cost.keys import (
     OVERLAP_COMMUNICATION_KEY,
     OVERLAP_COMPUTE_KEY,
+    accumulate_key,
     collective_key,
     exchange_key,
     memory_key,
@@ -71,15 +72,16 @@ def measure_exchange(
 
 
 def measure_sum(num_bytes: int, device: torch.device, *, budget_seconds: float) -> Measured:
-    """A sum of two tensors into a third, which moves so many bytes in all."""
+    """A sum of two tensors into a third, which moves so many bytes in all, and one into the first of them."""
     a, b = (torch.randn(num_bytes // (3 * _ITEM_BYTES), device=device) for _ in range(2))
     held: deque[Tensor] = deque(maxlen=3)  # memory of earlier ones is there to be taken, as in training
 
     def once() -> None:
         held.append(torch.add(a, b))
 
-    timing = time_phases({"sum": once}, device, budget_seconds=budget_seconds)["sum"]
-    return {memory_key(num_bytes): (timing.seconds, timing.spread)}
+    timings = time_phases({"sum": once, "in place": lambda: a.add_(b)}, device, budget_seconds=budget_seconds)
+    keys = {"sum": memory_key(num_bytes), "in place": accumulate_key(num_bytes)}
+    return {key: (timings[name].seconds, timings[name].spread) for name, key in keys.items()}
 
 
 def measure_overlap(wire: Wire, bench: RunBench, device: torch.device, *, budget_seconds: float) -> Measured:

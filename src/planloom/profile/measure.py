@@ -22,6 +22,7 @@ from planloom.graph import RANDOM_STATE
 from planloom.profile.capacity import too_large, why_not
 from planloom.profile.links import measure_collective, measure_exchange, measure_overlap, measure_sum
 from planloom.profile.memory import measure_peak_bytes
+from planloom.profile.rest import measure_rest
 from planloom.profile.runs import MakeLocal, Measured, RunBench, measure_run
 from planloom.profile.timing import BUDGET_SECONDS, slowest, time_phases
 from planloom.profile.work import Collectives, Work, missing_work, work_of
@@ -121,6 +122,8 @@ def _tasks(bench: _Bench, whole: Work, work: Work, wire: Wire | None) -> list[Ta
                 tasks.append(partial(measure_exchange, wire, link, num_bytes, bench.device, budget_seconds=budget))
     if work.overlap:
         tasks.append(partial(_measure_overlap, bench, whole.runs, wire))
+    if work.rest:
+        tasks.append(partial(measure_rest, bench.device))
     return tasks
 
 

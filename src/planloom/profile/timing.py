@@ -8,7 +8,8 @@ is in training; the seconds are the device's, by events, and those of the host a
 computes faster than one that has been at work for a second, and holds its power: it is warmed up for as long, or else
 the sum over runs is a tenth less than a step (H200, 2026-11-16). A function whose host waits for the device (rows of
 experts are counted there) cannot be enqueued ahead: it takes what it takes from one end to the other. Of several
-ranks, all measure at the same time and the slowest counts.
+ranks, all measure at the same time and the slowest counts, by its median: the slowest of every sample would be slower
+than any rank is, the more so the more of them there are.
 """
 
 import statistics
@@ -67,13 +68,11 @@ def time_phases(
     least = MIN_SAMPLES if once <= budget_seconds else MIN_LONG_SAMPLES
     num_samples = max(least, min(MAX_SAMPLES, round(budget_seconds / max(once * repetitions, 1e-9))))
     samples = [repeat.sample(repetitions) for _ in range(num_samples)]
-    flat = slowest([number for sample in samples for pair in sample for number in pair])
     found = {}
     for i, name in enumerate(phases):
-        seconds = flat[2 * i :: 2 * len(phases)]
-        host = flat[2 * i + 1 :: 2 * len(phases)]
-        middle = statistics.median(seconds)
-        found[name] = Timing(seconds=middle, spread=deviation(seconds), host_seconds=statistics.median(host))
+        own, host = ([sample[i][of] for sample in samples] for of in range(2))
+        seconds, spread, host_seconds = slowest([statistics.median(own), deviation(own), statistics.median(host)])
+        found[name] = Timing(seconds=seconds, spread=spread, host_seconds=host_seconds)
     return found
 
 

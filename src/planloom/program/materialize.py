@@ -475,22 +475,27 @@ class _Builder:
         return sum_into(body, slot.tensor, results, f"{slot.tensor}:cotangent")
 
     def _send_cotangents(self, base: Run) -> None:
-        """Cotangents of what this run was the first to import go back to the group that made it."""
+        """Cotangents of what this run was the first to import go back to the group that made it.
+
+        Those of the last micro-batch are awaited behind all computing, before these are sent: they are on their way
+        meanwhile. All waits come first, so that what is sent is started together.
+        """
+        completed: list[tuple[str, Slot, Buffer]] = []
         for (tensor, group), (first, slot) in self.imports.items():
-            if group != self.group or first != base.index or tensor not in self.cotangents:
-                continue
+            if group == self.group and first == base.index and tensor in self.cotangents:
+                completed.append((tensor, slot, self._junction(slot, self.cotangents[tensor], slot.layout)))
+        if self.may_lag:
+            self.part.backward += [Wait(buffer=complete, lag=1, free=True) for *_, complete in completed]
+        for tensor, slot, complete in completed:
             made, source = self.made[tensor][1], self._other(tensor)
             assert made.cotangent is not None
-            complete = self._junction(slot, self.cotangents[tensor], slot.layout)
             whole = made.cotangent.completed()
-            received = Buffer(name=f"{tensor}:from{group}", indexed=True)
+            received = Buffer(name=f"{tensor}:from{self.group}", indexed=True)
             self.connections.exchange(
                 slot,
-                (group, self.part.backward, complete, slot.layout),
+                (self.group, self.part.backward, complete, slot.layout),
                 (source.part.group, source.backward, received, whole),
             )
-            if self.may_lag:
-                self.part.backward.insert(0, Wait(buffer=complete, lag=1, free=True))
             self._await_at_the_end(complete)
             home = self.stages[source.part.group].cotangents.setdefault(source.part.way, {})
             home.setdefault(tensor, []).append((whole, received))

@@ -199,8 +199,7 @@ class ScriptWriter:
                     price = self._seen(self.prices.memory((1 + len(sources)) * sizes[target]))
                     items.append(self._busy("Sum", price))
                 case Accumulate(target=target):
-                    if self.program.num_micro_batches > 1 or target in accumulated:
-                        items.append(self._busy("Accumulate", self._seen(self.prices.memory(3 * sizes[target]))))
+                    items += self._accumulate(sizes[target], is_first=target not in accumulated)
                     accumulated.add(target)
                 case Seed():
                     items.append(self._busy("Seed", self._seen(self.prices.memory(8))))
@@ -225,6 +224,21 @@ class ScriptWriter:
                 if all(step.is_local for step in collectives[0].steps):
                     at_once.update(collective.target for collective in collectives)
         return items
+
+    def _accumulate(self, num_bytes: int, *, is_first: bool) -> list[Item]:
+        """An addition into a buffer of the step; `is_first`: of its micro-batch.
+
+        Over all micro-batches, the first value is kept as it is, the second makes a new buffer, and the others are
+        added in place: each takes the mean.
+        """
+        num_micro = self.program.num_micro_batches
+        if is_first and num_micro == 1:
+            return []
+        price = self._seen(self.prices.accumulate(3 * num_bytes))
+        if is_first:
+            new = self._seen(self.prices.memory(3 * num_bytes))
+            price = replace(price, seconds=(new.seconds + (num_micro - 2) * price.seconds) / num_micro)
+        return [self._busy("Accumulate", price)]
 
     def _begin(self, s: int, collectives: tuple[Collective, ...]) -> list[Item]:
         """A collective with the sum of its steps' seconds; several as one, with the sum of their bytes."""
