@@ -12,11 +12,14 @@ INSTALLED := $(VENV)/.installed
 demo: $(INSTALLED)
 	$(VENV)/bin/planloom demo
 
+# Tests of one process each in several at once; then, one by one, those that must be alone. Both always.
 test: $(INSTALLED)
-	$(VENV)/bin/pytest -m "not slow"
+	$(VENV)/bin/pytest -n auto --maxprocesses 8 -m "not slow and not alone"; side=$$?; \
+	  $(VENV)/bin/pytest -m "not slow and alone" && exit $$side
 
 test-all: $(INSTALLED)
-	$(VENV)/bin/pytest
+	$(VENV)/bin/pytest -n auto --maxprocesses 8 -m "not alone"; side=$$?; \
+	  $(VENV)/bin/pytest -m "alone" && exit $$side
 
 check: $(INSTALLED)
 	$(VENV)/bin/ruff format --check .

@@ -1,8 +1,20 @@
 """Settings that all tests share."""
 
 import os
+from pathlib import Path
 
+import pytest
 from hypothesis import settings
+
+ALONE = ("dist", "net", "gpu")
+"""Folders of tests with processes of their own, which need the cores for themselves."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(item.path).relative_to(Path(__file__).parent).parts[0] in ALONE:
+            item.add_marker("alone")
+
 
 # No deadline: two cores and several processes make the time of one example mean nothing. In CI the examples are the
 # same in every run, so that a failure is the change's and not the dice's.

@@ -35,6 +35,7 @@ def test_number_of_placements(levels: tuple[int, ...], sizes: list[int], count: 
     assert len(enumerate_placements(levels, named(sizes))) == count
 
 
+@pytest.mark.alone
 def test_thousands_of_placements_are_quick() -> None:
     start = process_time()
     placements = enumerate_placements((16, 8, 8, 8), named([16, 8, 8, 8]))

@@ -200,6 +200,7 @@ def test_a_wrong_home_is_refused() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_64_stages_and_1024_micro_batches(schedule: str) -> None:
     started = time.process_time()

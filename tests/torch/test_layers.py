@@ -537,6 +537,7 @@ print(time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_m
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_llama_405b_takes_seconds_and_little_memory() -> None:
     pytest.importorskip("transformers")
     done = subprocess.run([sys.executable, "-c", _LARGEST], capture_output=True, text=True, check=True)

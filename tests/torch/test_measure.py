@@ -133,6 +133,7 @@ def test_a_model_without_memory_gets_a_batch_of_its_own() -> None:
     assert 10 < int(filled["input_ids"].max()) < 50
 
 
+@pytest.mark.alone
 def test_phases_are_timed_each_by_itself() -> None:
     import time
 
