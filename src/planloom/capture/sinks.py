@@ -74,7 +74,9 @@ class _SinkAttention(torch.autograd.Function):
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, mask, sinks, result, whole, *state = ctx.saved_tensors
         cotangent = cotangent.to(result.dtype)
-        of_sinks = _of_sinks(cotangent, sinks, result, whole)
+        of_sinks = _of_sinks(cotangent, sinks, result, whole) if ctx.needs_input_grad[4] else None
+        if not any(ctx.needs_input_grad[:3]):
+            return None, None, None, None, of_sinks, None, None, None
         of_q, of_k, of_v = _backward(cotangent, q, k, v, mask, result, whole, state, *ctx.how)
         return of_q, of_k, of_v, None, of_sinks, None, None, None
 
