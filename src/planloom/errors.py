@@ -1,15 +1,28 @@
 """Every error of the user's making: one small hierarchy.
 
 An error says what was given, what was required and what to do; `str()` of it is that sentence, so the command
-line prints it as it is and exits with 2. Anything that is not a `PlanloomError` is a bug of ours.
+line prints it as it is and exits with 2. `facts` are the same for machines, where there are more than sentences.
+Anything that is not a `PlanloomError` is a bug of ours.
 """
+
+from collections.abc import Mapping
+from typing import Any
 
 
 class PlanloomError(Exception):
     """Base of all errors that a user can cause and can repair."""
 
-    def __init__(self, what: str, *, given: str = "", required: str = "", todo: str = "") -> None:
+    def __init__(
+        self,
+        what: str,
+        *,
+        given: str = "",
+        required: str = "",
+        todo: str = "",
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
         self.what, self.given, self.required, self.todo = what, given, required, todo
+        self.facts = dict(facts or {})
         lines = [what]
         lines += [f"  given:    {given}"] if given else []
         lines += [f"  required: {required}"] if required else []

@@ -157,6 +157,28 @@ def test_attention_runs_at_published_rates(
         assert flops / seconds / 1e12 == pytest.approx(rate, rel=0.08)
 
 
+MEASURED_SINKS = {
+    (64, 0): ((0.614, 1.909), (1.007, 3.112), (1.877, 5.561), (3.637, 10.41)),
+    (128, 0): ((0.987, 3.306), (1.755, 5.498), (3.442, 9.773), (6.633, 18.35)),
+    (64, 128): ((0.527, 1.184), (0.522, 1.219), (0.506, 1.233), (0.487, 1.237)),
+    (128, 128): ((0.741, 1.987), (0.732, 2.033), (0.683, 2.042), (0.654, 2.053)),
+}
+"""Milliseconds forward and backward on an H200, sequences of 1k to 8k, by head size and window (cost/attention.py)."""
+
+
+@pytest.mark.parametrize(("size", "window"), MEASURED_SINKS)
+def test_attention_with_sinks_runs_as_measured(size: int, window: int) -> None:
+    device = load_cluster("dgx-h200").device
+    for length, measured in zip((1024, 2048, 4096, 8192), MEASURED_SINKS[size, window], strict=True):
+        shape = AttentionShape(
+            batch=16384 // length, heads=64, key_heads=8, num_queries=length, num_keys=length, size=size, value=size,
+            is_causal=True, window=window, has_sinks=True,
+        )  # fmt: skip
+        for direction, milliseconds in zip(("forward", "backward"), measured, strict=True):
+            found = attention_seconds(device, "bfloat16", 2, shape, direction).seconds  # type: ignore[arg-type]
+            assert found == pytest.approx(milliseconds / 1e3, rel=0.15)
+
+
 def test_few_heads_do_not_fill_the_device_and_a_mask_costs() -> None:
     shape = attention(2048, 128, is_causal=False)
     small = replace(shape, batch=1, heads=1, key_heads=1)

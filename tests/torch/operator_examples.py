@@ -615,6 +615,19 @@ def _(draw: Draw) -> Call:
     return Call([X((2, 4, 6, 4)), X((draw(SIZE), 4, 2, 2)), None, [2, 2]])
 
 
+@example("planloom.sink_attention.default")
+def _(draw: Draw) -> Call:
+    batch, heads, queries, size = (draw(SIZE) for _ in range(4))
+    group = draw(st.sampled_from((1, 2)))
+    q, k = X((batch, heads * group, queries, size)), X((batch, heads, queries, size))
+    sinks, window = X((heads * group,)), draw(st.sampled_from((0, 1, 2)))
+    if draw(st.booleans()):
+        lead = draw(st.sampled_from(((1, 1), (batch, 1), (batch, heads * group))))
+        return Call([q, k, k, X((*lead, queries, queries), "mask"), sinks, False, 0, 0.5])
+    is_causal = draw(st.booleans())
+    return Call([q, k, k, None, sinks, is_causal, window if is_causal else 0, 0.5])
+
+
 @example("aten.scaled_dot_product_attention.default")
 def _(draw: Draw) -> Call:
     batch, heads, queries, keys, size, value = (draw(SIZE) for _ in range(6))

@@ -1,12 +1,28 @@
 """What a search refuses, and in which words; and that its first bound is one."""
 
+import json
 import re
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
+from planloom.cli import main
 from planloom.cost import Prices
 from planloom.errors import PlanError
-from planloom.search import BlockPin, Wishes, find_best, least_memory
+from planloom.search import (
+    BlockPin,
+    NothingFitsError,
+    Wishes,
+    find_best,
+    least_memory,
+    try_relaxations,
+    with_relaxations,
+)
+from planloom.search import finalists as finalists_module
+from planloom.search.processes import within_seconds
 from tests.torch.searches import planner, spec
 
 
@@ -80,3 +96,104 @@ def test_the_bound_before_all_tables_is_below_every_estimate(model: str, cluster
         assert own.least_seconds(candidate.shape.num_stages, candidate.num_micro) <= ranked.seconds
     assert found.certificate.bound_seconds <= found.certificate.best_seconds == found.ranked[0].seconds
     assert 0 <= found.certificate.gap < 1
+
+
+# -- which relaxation of what is pinned is the cheapest
+
+
+def relaxed(wishes: Wishes, seconds: float = 120.0) -> NothingFitsError:
+    own = planner("gpt", "two-by-two")
+    prices = Prices(blocks=own.blocks, cluster=own.cluster)
+    with pytest.raises(NothingFitsError) as caught:
+        find_best(own, prices, spec("gpt"), wishes)
+    found = try_relaxations(own, prices, spec("gpt"), wishes, seconds=seconds)
+    return with_relaxations(caught.value, found)
+
+
+def test_the_cheapest_relaxation_is_named_first_and_its_step_is_that_of_the_search_without_the_pin() -> None:
+    own = planner("gpt", "two-by-two")
+    wishes = Wishes(dp=1, pp=1, micro=1, memory_bytes=1_300_000)
+    error = relaxed(wishes)
+    found = error.facts["relaxations"]
+    by_words = {each["relaxation"]: each for each in found}
+    fitting = [each for each in found if each["fits"]]
+    singles = [each for each in fitting if each["kind"] == "one"]
+    assert fitting[: len(singles)] == singles, "what costs nothing comes before other hardware"
+    steps = [each["step_seconds"] for each in singles]
+    assert steps == sorted(steps)
+    assert singles, "some single relaxation fits"
+    assert f"the cheapest that fits: {singles[0]['relaxation']}" in str(error)
+    micro = by_words["leave --micro open (it is 1)"]
+    best = find_best(
+        own, Prices(blocks=own.blocks, cluster=own.cluster), spec("gpt"), Wishes(dp=1, pp=1, memory_bytes=1_300_000),
+        num_finalists=2,
+    )  # fmt: skip
+    assert micro["fits"]
+    assert micro["step_seconds"] == best.winner.step_seconds
+    assert micro["memory_bytes"] == best.winner.memory_bytes <= 1_300_000
+    assert any(each["kind"] == "memory" and each["fits"] for each in found)
+    assert all(each["outcome"] in ("fits", "smallest", "no", "undecided") for each in found)
+
+
+def test_a_relaxation_that_does_not_help_says_what_still_binds() -> None:
+    error = relaxed(Wishes(pp=1, recompute=False, memory_bytes=900_000))
+    assert "not allow recomputation (no --no-recompute): the smallest plan still holds" in str(error)
+    assert error.facts["binds"] == "memory"
+    assert error.facts["smallest"]["stage"] == 0
+    assert sum(error.facts["smallest"]["parts"].values()) == pytest.approx(error.facts["smallest"]["num_bytes"])
+
+
+def test_where_nothing_divides_it_is_said_which_degree_has_to_give_way() -> None:
+    error = relaxed(Wishes(dp=4, micro=4))
+    assert error.facts["binds"] == "division"
+    assert "the cheapest that fits: leave --micro open (it is 4)" in str(error)
+    assert "or leave --dp open (it is 4)" in str(error)
+    assert "not more memory a device: still no plan divides" in str(error)
+
+
+def test_finalists_that_cannot_be_built_are_not_said_to_want_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PlanError("has a block that cannot be carried out")
+
+    monkeypatch.setattr(finalists_module, "build_program", refuse)
+    own = planner("gpt", "two-by-two")
+    with pytest.raises(NothingFitsError, match="no plan can be built") as caught:
+        find_best(own, Prices(blocks=own.blocks, cluster=own.cluster), spec("gpt"), Wishes(pp=1, micro=1))
+    assert "has a block that cannot be carried out" in caught.value.given
+    assert "memory" not in str(caught.value)
+    assert caught.value.facts["binds"] == "programs"
+
+
+def test_work_is_ended_when_its_time_is_over_and_what_it_told_stands() -> None:
+    def work(item: int, tell: Callable[[int], None]) -> None:
+        tell(item)
+        time.sleep(0 if item % 2 else 60)
+        tell(10 * item)
+
+    started = time.monotonic()
+    assert within_seconds(work, [1, 2, 3, 4], 1.5) == [10, 2, 30, 4]
+    assert time.monotonic() - started < 20
+
+
+def test_undecided_relaxations_are_said_to_be() -> None:
+    error = relaxed(Wishes(pp=1, memory_bytes=200_000), seconds=0.0)
+    assert "no single change was found to do" in str(error)
+    assert "perhaps more devices: not known after 0 s" in str(error)
+
+
+def test_the_command_tells_machines_and_people_and_exits_with_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (
+        "plan gpt2?batch=8&seq=64&n_layer=2 --cluster dgx-a100 --nodes 1 --pp 1 --dp 8 --zero 0 --memory 600MiB --json"
+    )
+    monkeypatch.setattr(sys, "argv", ["planloom", *words.split()])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    shown = capsys.readouterr()
+    error: dict[str, Any] = json.loads(shown.out)["error"]
+    assert ended.value.code == 2
+    assert error["what"] == "no plan fits into memory"
+    assert error["relaxations"][0]["fits"]
+    assert error["relaxations"][0]["relaxation"] in error["todo"]
+    assert "the cheapest that fits" in " ".join(shown.err.split())

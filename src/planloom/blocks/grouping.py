@@ -311,7 +311,12 @@ def _block_name(graph: Graph, members: list[int]) -> str:
     if contractions and op.module and any(name in graph.parameter_names for name in op.inputs):
         return op.module
     word = op.target.split(".")[1] if contractions else "apply"
-    word = {"scaled_dot_product_attention": "attention", "mean": "statistics", "sum": "statistics"}.get(word, word)
+    word = {
+        "scaled_dot_product_attention": "attention",
+        "sink_attention": "attention",
+        "mean": "statistics",
+        "sum": "statistics",
+    }.get(word, word)
     if any(graph.loss in graph.ops[i].outputs for i in members):
         return "loss"
     if of_loss(graph, op):

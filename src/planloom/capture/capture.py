@@ -36,6 +36,7 @@ from planloom.capture.layers import expand_stamps, stamping_layers
 from planloom.capture.restore import restore_attention
 from planloom.capture.rules import attach_rules
 from planloom.capture.rules.custom import require_registered_rules
+from planloom.capture.sinks import our_sinks
 from planloom.capture.translate import is_machinery, translate
 from planloom.errors import CaptureError
 from planloom.graph import Graph, Op, refine_factors
@@ -87,7 +88,13 @@ def capture(model: nn.Module, batch: Batch, *, loss: LossFunction | None = None,
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     arguments = keyword_arguments(model, batch)
     example = tree_map_only(torch.Tensor, lambda tensor: torch.empty_like(tensor, device=device), arguments)
-    with without_garbage_collection(), without_idle_layer_drop(model), without_cache(model), our_experts(model):
+    with (
+        without_garbage_collection(),
+        without_idle_layer_drop(model),
+        without_cache(model),
+        our_experts(model),
+        our_sinks(model),
+    ):
         program = _export(_WithLoss(model, loss), example, stamp=stamp)
         return _graph(program, model, list(leaves(example)))
 

@@ -2,21 +2,23 @@
 
 A trace of Hugging Face's attention has an explicit mask made of `arange`, and keys and values repeated for grouped
 queries. Eager execution says `is_causal=True, enable_gqa=True` and uses faster kernels. Where the mask is a constant
-that is causal, or true everywhere, and the repetition is plain, they are put back.
+that is causal, or true everywhere, and the repetition is plain, they are put back. Of attention with sinks also a
+window: a band of so many keys.
 """
 
 from dataclasses import replace
 
-from planloom.capture.masks import find_bands
+from planloom.capture.masks import Band, find_bands
 from planloom.graph import Arg, Graph, Op, is_reference, reference, referenced
 
 _ATTENTION = "aten.scaled_dot_product_attention.default"
+_SINKS = "planloom.sink_attention.default"
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 def restore_attention(graph: Graph) -> Graph:
     """The same graph with causal masks and grouped queries said, not computed."""
-    if not any(op.target == _ATTENTION for op in graph.ops):
+    if not any(op.target in (_ATTENTION, _SINKS) for op in graph.ops):
         return graph
     bands = find_bands(graph.given, graph.tensors)
     makers = {op.outputs[0]: op for op in (*graph.given, *graph.ops)}
@@ -39,8 +41,21 @@ def restore_attention(graph: Graph) -> Graph:
                     args[1:3] = [reference(str(name)) for name in grouped]
                     kwargs["enable_gqa"] = True
             op = replace(op, args=tuple(args), kwargs=kwargs, inputs=tuple(referenced([args, kwargs])))
+        if op.target == _SINKS and is_reference(op.args[3]):
+            op = _with_window(op, bands.get(op.args[3][1:]), num_keys=graph.tensors[op.inputs[1]].shape[-2])
         ops.append(op)
     return _without_unread(replace(graph, ops=tuple(ops)))
+
+
+def _with_window(op: Op, band: Band | None, *, num_keys: int) -> Op:
+    """Attention with sinks whose mask is a band: causal, perhaps with a window that hides something."""
+    if band is None or not (band.is_everywhere or band.high == 0):
+        return op
+    args = list(op.args)
+    args[3] = None
+    if not band.is_everywhere:
+        args[5], args[6] = True, 0 if band.low <= 1 - num_keys else 1 - int(band.low)
+    return replace(op, args=tuple(args), inputs=tuple(referenced([args, op.kwargs])))
 
 
 def _repeated(makers: dict[str, Op], graph: Graph, name: str) -> str:

@@ -63,7 +63,7 @@ def main() -> None:
             raise
         if "--json" in sys.argv:
             document = {"what": error.what, "given": error.given, "required": error.required, "todo": error.todo}
-            print(json.dumps({"error": document}))
+            print(json.dumps({"error": document | error.facts}))
         messages.print(f"[bold red]error:[/bold red] {_escaped(str(error))}")
         sys.exit(2)
 

@@ -47,12 +47,16 @@ from planloom.search import (
     BlockPin,
     Finalist,
     LeastMemory,
+    NothingFitsError,
     Planner,
     Wishes,
     find_best_measured,
     least_memory,
+    try_relaxations,
+    with_relaxations,
 )
 from planloom.search.explain import explain_block, explain_plan
+from planloom.search.relaxations import SECONDS as RELAXATION_SECONDS
 
 BatchOption = Annotated[int | None, typer.Option("--global-batch", help="Samples a step, over all devices.")]
 MemoryOption = Annotated[str | None, typer.Option("--memory", help="Bytes of a device that may be used, as 70GiB.")]
@@ -91,6 +95,9 @@ def plan_command(
     pin: PinOption = None,
     memory: MemoryOption = None,
     max_devices: Annotated[int | None, typer.Option(help="Use at most so many devices of the cluster.")] = None,
+    relax_seconds: Annotated[
+        float, typer.Option(min=0.0, help="If nothing fits: for trying each relaxation of what is pinned; 0: none.")
+    ] = RELAXATION_SECONDS,
     pricing_by: Annotated[
         str, typer.Option("--pricing", help="seconds, or volume: bytes moved alone, as Alpa prices.")
     ] = "seconds",
@@ -112,7 +119,8 @@ def plan_command(
     started = time.perf_counter()
     source = with_batch(model, global_batch)
     captured = capture_model(source)
-    machine = limited(load_cluster(cluster, num_outer=nodes), max_devices)
+    whole = load_cluster(cluster, num_outer=nodes)
+    machine = limited(whole, max_devices)
     pricing = pricing_of(
         captured.blocks, machine, profile=profile, store=store, compiled=compiled, links=links, measuring=measure
     )
@@ -132,7 +140,20 @@ def plan_command(
             bar.update(done, total)
 
         how = measuring(source, pricing.prices, lab_for(pricing.prices, store)) if measure else None
-        best = find_best_measured(planner, pricing.prices, captured.spec, wishes, measure=how, progress=on_progress)
+        try:
+            best = find_best_measured(planner, pricing.prices, captured.spec, wishes, measure=how, progress=on_progress)
+        except NothingFitsError as error:
+            if not relax_seconds:
+                raise
+
+            def on_tried(text: str, done: int, total: int) -> None:
+                bar.say(f"nothing fits; trying: {text}")
+                bar.update(done, total)
+
+            found = try_relaxations(
+                planner, pricing.prices, captured.spec, wishes, whole=whole, seconds=relax_seconds, progress=on_tried
+            )
+            raise with_relaxations(error, found) from None
     winner = best.winner
     is_proven = len(winner.plan.devices) <= _PROVEN_DEVICES if prove is None else prove
     if is_proven:

@@ -5,6 +5,7 @@ With F = 2 batch heads s_q s_k (size + value) floating-point operations if nothi
     seconds = start + max(F work fill / (rate share), bytes / bandwidth)
     forward   work = 1 + h / s_k                            backward: 2.5 × as many operations, with its own share and h
     causal    work = ½ loss (1 + h_causal / s_k)            half of the scores, and masked halves of tiles
+    window    work = loss_window (window + tile + ½ loss h_causal) / s_k, if that is less: the keys that a tile sees
     fill      waves of tiles of 128 queries over the processors, as for products (`efficiency.py`)
 
 `share` is what the kernel that torch takes reaches of the peak rate on long sequences. From published figures:
@@ -22,6 +23,15 @@ With F = 2 batch heads s_q s_k (size + value) floating-point operations if nothi
               abstract). 63 % backward is from memory of the same paper, and what other head sizes and short sequences
               lose is assumed.
     others    as Ampere, assumed; with a larger uncertainty.
+    sinks     run in FlashAttention-2 everywhere (`capture/sinks.py`). On Hopper [Empirical]: H200, torch 2.11.0+cu130,
+              2026-11-18, 64 heads, 8 of keys, batch × sequence = 16,384; milliseconds forward / backward for sequences
+              of 1k, 2k, 4k, 8k:
+                  size 64, causal       0.614/1.909  1.007/3.112  1.877/5.561  3.637/10.41
+                  size 128, causal      0.987/3.306  1.755/5.498  3.442/9.773  6.633/18.35
+                  size 64, window 128   0.527/1.184  0.522/1.219  0.506/1.233  0.487/1.237
+                  size 128, window 128  0.741/1.987  0.732/2.033  0.683/2.042  0.654/2.053
+              The constants below give them within 15 %. Its instructions are Ampere's, which Blackwell is assumed to
+              carry out at Hopper's rate.
 
 Attention with a mask in a tensor runs in a slower kernel that also reads the mask: MASKED_SHARE is assumed.
 """
@@ -55,6 +65,8 @@ class Shares:
     by_size: tuple[tuple[int, float], ...]
     extra_keys: float
     extra_keys_causal: float
+    window_loss: tuple[float, float] = (1.0, 1.0)
+    """At the least of the sizes, and from twice that on."""
 
     def of(self, size: float) -> float:
         """Linear between the sizes that were measured."""
@@ -67,6 +79,11 @@ class Shares:
             low, share = high, above
         return share
 
+    def loss_of(self, size: float) -> float:
+        """Of a window."""
+        small, large = self.window_loss
+        return large + (small - large) * min(max(2 - size / self.by_size[0][0], 0.0), 1.0)
+
 
 _HOPPER: dict[Direction, Shares] = {
     "forward": Shares(by_size=((64, 0.42), (128, 0.617), (256, 0.58)), extra_keys=116.0, extra_keys_causal=370.0),
@@ -76,6 +93,14 @@ _AMPERE: dict[Direction, Shares] = {
     "forward": Shares(by_size=((64, 0.6), (128, 0.73), (256, 0.69)), extra_keys=116.0, extra_keys_causal=370.0),
     "backward": Shares(by_size=((64, 0.53), (128, 0.63), (256, 0.59)), extra_keys=330.0, extra_keys_causal=580.0),
 }
+_FLASH2_ON_HOPPER: dict[Direction, Shares] = {
+    "forward": Shares(
+        by_size=((64, 0.349), (128, 0.38)), extra_keys=116.0, extra_keys_causal=330.0, window_loss=(1.5, 1.1)
+    ),
+    "backward": Shares(by_size=((64, 0.312), (128, 0.352)), extra_keys=330.0, extra_keys_causal=570.0),
+}
+_FLASH2_RATE = 989e12
+"""Of half precision, on Hopper and later."""
 _HOPPER_LIKE = ("H100", "H200", "H20", "H800", "GH200", "B200", "B300", "GB200")
 _HALF = ("bfloat16", "float16")
 _UNCERTAINTY = {"H100": 0.1, "H200": 0.1, "A100": 0.2}
@@ -95,6 +120,8 @@ class AttentionShape:
     value: int
     is_causal: bool
     mask_bytes: int = 0
+    window: int = 0
+    has_sinks: bool = False
 
     @property
     def flops(self) -> float:
@@ -117,6 +144,8 @@ def attention_seconds(
     known = (found for word, found in _UNCERTAINTY.items() if word in device.name and dtype in _HALF)
     uncertainty = _UNKNOWN_UNCERTAINTY if shape.mask_bytes else next(known, _UNKNOWN_UNCERTAINTY)
     bandwidth = device.memory_bytes_per_second
+    if is_hopper and shape.has_sinks:
+        rate = min(rate, _FLASH2_RATE)
     seconds = _attention(efficiency, rate, bandwidth, item_bytes, shape, direction, is_hopper)
     return Estimate(seconds=seconds, uncertainty=uncertainty)
 
@@ -131,11 +160,15 @@ def _attention(
     direction: Direction,
     is_hopper: bool,
 ) -> float:
-    shares = (_HOPPER if is_hopper else _AMPERE)[direction]
-    share = shares.of((shape.size + shape.value) / 2)
+    on_hopper = _FLASH2_ON_HOPPER if shape.has_sinks else _HOPPER
+    shares, size = (on_hopper if is_hopper else _AMPERE)[direction], (shape.size + shape.value) / 2
+    share = shares.of(size)
     is_causal = shape.is_causal and shape.num_queries > 1
     extra = shares.extra_keys_causal if is_causal else shares.extra_keys
     work = (1 + extra / shape.num_keys) * (CAUSAL_LOSS / 2 if is_causal else 1.0)
+    if is_causal and shape.window:
+        seen = shape.window + QUERY_TILE + CAUSAL_LOSS / 2 * extra
+        work = min(work, shares.loss_of(size) * seen / shape.num_keys)
     if direction == "backward":
         work *= BACKWARD_FLOPS
     if shape.mask_bytes:

@@ -25,7 +25,7 @@ PRODUCTS = frozenset(
         "aten.linear.default", "aten.addmm.default", "aten.mm.default", "aten.bmm.default", "aten.matmul.default",
         "aten.einsum.default", "aten.scaled_dot_product_attention.default", "planloom.convolution",
         "planloom.grouped_linear.default", "planloom.grouped_bias.default", "planloom.dispatch.default",
-        "planloom.combine.default", "aten.cumsum.default", "planloom.topk",
+        "planloom.combine.default", "aten.cumsum.default", "planloom.topk", "planloom.sink_attention.default",
     )
 )  # fmt: skip
 """Operators that the compiler calls as they are: products, and those of ragged tensors, which stay eager."""

@@ -36,6 +36,7 @@ from planloom.cost.kernels import (
     sort_of,
 )
 from planloom.graph import Graph
+from planloom.graph.flops import has_sinks
 from planloom.program import Operand, Operation, Run
 
 RunPhase = Literal["forward", "backward", "input_gradient"]
@@ -186,6 +187,8 @@ class _Flow:
                 yield product_of(self.graph, node.operation)
             elif node.sort == "attention":
                 yield attention_of(self.graph, node.operation, "forward")
+                if has_sinks(self.graph.ops[node.operation.op]):  # results are made smaller by the sinks' share
+                    yield Movement(2 * node.result.num_bytes)
             elif node.sort == "rows":
                 yield rows_forward(self.graph, node.operation)
         for members in self.groups:
@@ -242,6 +245,8 @@ class _Flow:
         elif node.sort == "attention":  # first the sums of results × cotangents
             yield Movement(2 * node.result.num_bytes)
             yield attention_of(self.graph, operation, "backward")
+            if has_sinks(self.graph.ops[operation.op]):  # those sums once more, for the sinks
+                yield Movement(2 * node.result.num_bytes)
         else:
             yield rows_backward(self.graph, operation, moving)
 

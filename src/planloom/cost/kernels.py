@@ -19,7 +19,7 @@ from typing import Literal
 from planloom.cost.attention import AttentionShape, Direction
 from planloom.errors import PriceError
 from planloom.graph import Graph, Op
-from planloom.graph.flops import is_attention, is_product
+from planloom.graph.flops import attention_window, has_sinks, is_attention, is_product
 from planloom.graph.rules import Rule, flat
 from planloom.program import Operand, Operation
 
@@ -166,6 +166,9 @@ def product_of(graph: Graph, operation: Operation) -> Product:
 def attention_of(graph: Graph, operation: Operation, direction: Direction) -> Attention:
     query, key, value, *masks = operation.inputs
     op = graph.ops[operation.op]
+    window = attention_window(op)
+    if has_sinks(op):
+        masks.pop()
     at = _CAUSAL_ARGUMENT
     shape = AttentionShape(
         batch=query.shape[0],
@@ -177,6 +180,8 @@ def attention_of(graph: Graph, operation: Operation, direction: Direction) -> At
         value=value.shape[3],
         is_causal=bool(op.args[at] if len(op.args) > at else op.kwargs.get("is_causal", False)),
         mask_bytes=sum(mask.num_bytes for mask in masks),
+        window=window,
+        has_sinks=has_sinks(op),
     )
     result = operation.outputs[0]
     return Attention(shape, direction, result.dtype, graph.tensors[result.tensor].item_bytes)

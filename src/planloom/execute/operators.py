@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from planloom.capture.experts import combine, dispatch, grouped_bias, grouped_linear
+from planloom.capture.sinks import sink_attention
 from planloom.execute.random import dropout, normal, uniform
 from planloom.graph import FLOAT_MARK, Arg
 
@@ -108,6 +109,7 @@ OWN: dict[str, Callable[..., Tensor]] = {
     "planloom.topk": topk,
     "planloom.uniform": uniform,
     "planloom.constant": constant,
+    "planloom.sink_attention.default": sink_attention,
     "planloom.statistic_max": statistic_max,
     "planloom.pick": pick,
     "planloom.weighted_cross_entropy": weighted_cross_entropy,

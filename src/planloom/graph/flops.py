@@ -31,6 +31,7 @@ Counting = Literal["full", "causal", "weights"]
 
 _CONVOLUTION = "planloom.convolution"
 _COMBINE = "planloom.combine.default"
+_SINKS, _WINDOW_ARGUMENT = "planloom.sink_attention.default", 6
 _HEAD_SIZES = ("size", "value")
 _CAUSAL_ARGUMENT = 5
 """The place of `is_causal` among the arguments of torch's scaled_dot_product_attention."""
@@ -47,6 +48,16 @@ def is_product(op: Op) -> bool:
 def is_attention(op: Op) -> bool:
     """Is this attention as one operator? Written out it is two products like others."""
     return "attention" in op.target
+
+
+def has_sinks(op: Op) -> bool:
+    """Is it attention with a logit of every head beside those of the keys?"""
+    return op.target == _SINKS
+
+
+def attention_window(op: Op) -> int:
+    """Of how many keys a query sees some, where there is such a limit; else 0."""
+    return int(op.args[_WINDOW_ARGUMENT]) if has_sinks(op) else 0
 
 
 def product_flops(op: Op, sizes: Mapping[str, int]) -> int:
@@ -68,7 +79,8 @@ def op_flops(op: Op, tensors: Mapping[str, Tensor], *, counting: Counting = "ful
         return 0
     density = min(tensors[name].density for name in (*op.inputs, *op.outputs))
     if counting == "causal" and is_attention(op) and _is_causal(op):
-        density /= 2
+        window, num_keys = attention_window(op), tensors[op.inputs[1]].shape[-2]
+        density *= min(1 / 2, window / num_keys) if window else 1 / 2
     return round(density * product_flops(op, _rule(op).sizes))
 
 

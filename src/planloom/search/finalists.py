@@ -11,7 +11,7 @@ from math import prod
 
 from planloom.cluster import format_bytes
 from planloom.cost import Prices
-from planloom.errors import LayoutError, PlanError
+from planloom.errors import LayoutError, PlanError, PlanloomError
 from planloom.layout import Placement
 from planloom.plan import Plan
 from planloom.program import Program, build_program
@@ -59,10 +59,15 @@ class Finalist:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finalists:
-    """Those that fit, fastest first; and why others dropped out."""
+    """Those that fit, fastest first; and why others dropped out: first `too_large` of them, for want of memory."""
 
     fitting: tuple[Finalist, ...]
     refused: tuple[tuple[str, str], ...]
+    too_large: int = 0
+
+
+class _TooLargeError(PlanError):
+    """A finalist that holds more than a device has."""
 
 
 def simulate_finalists(
@@ -80,7 +85,7 @@ def simulate_finalists(
     They are taken in rounds of as many as are missing, so that several processes find what one would.
     """
     fitting: list[Finalist] = []
-    refused: list[tuple[str, str]] = []
+    refused: list[tuple[str, PlanloomError]] = []
     waiting = list(found.ranked)
     while waiting and len(fitting) < num_finalists:
         fastest = min((finalist.step_seconds for finalist in fitting), default=float("inf"))
@@ -90,22 +95,27 @@ def simulate_finalists(
         if progress is not None:
             progress(len(fitting), num_finalists)
 
-        def fitted(ranked: Ranked, _: BestSeconds) -> tuple[int, Finalist | str]:
+        def fitted(ranked: Ranked, _: BestSeconds) -> tuple[int, Finalist | PlanloomError]:
             tries = _TRIES if ranked is found.ranked[0] else _TRIES_OF_OTHERS
             place = found.ranked.index(ranked)
             try:
                 return place, _fitted(planner, ranked, prices, batch, wishes, tries)
             except (PlanError, LayoutError) as error:
-                return place, error.what
+                return place, error
 
         few = 1 if len(planner.blocks.blocks) > _LARGE else len(some)
         for place, own in sorted(in_processes(fitted, some, BestSeconds(1), few=few), key=lambda result: result[0]):
-            if isinstance(own, str):
+            if isinstance(own, PlanloomError):
                 refused.append((str(found.ranked[place].solution.candidate.shape), own))
             else:
                 fitting.append(own)
     ordered = sorted(fitting, key=lambda finalist: (finalist.step_seconds, finalist.plan.name, finalist.placement))
-    return Finalists(fitting=tuple(ordered), refused=tuple(refused))
+    refused.sort(key=lambda own: not isinstance(own[1], _TooLargeError))
+    return Finalists(
+        fitting=tuple(ordered),
+        refused=tuple((shape, error.what) for shape, error in refused),
+        too_large=sum(isinstance(error, _TooLargeError) for _, error in refused),
+    )
 
 
 def _fitted(
@@ -142,7 +152,7 @@ def _fitted(
         solution = again
     if best is None:
         shape = str(ranked.solution.candidate.shape)
-        raise PlanError(f"holds {format_bytes(least)}, more than {format_bytes(limit)}", given=shape)
+        raise _TooLargeError(f"holds {format_bytes(least)}, more than {format_bytes(limit)}", given=shape)
     return best
 
 

@@ -6,6 +6,7 @@ they found. Where nothing can be forked, or there is little to do, everything ha
 
 import multiprocessing
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkContext, ForkProcess
@@ -74,6 +75,65 @@ def _with(values: list[float], seconds: float) -> list[float]:
     return sorted([*values, seconds])[: len(values)]
 
 
+def can_fork() -> bool:
+    """May this process have others? One that may be ended at any time has none, for they would outlive it."""
+    return "fork" in multiprocessing.get_all_start_methods() and not multiprocessing.current_process().daemon
+
+
+def within_seconds(
+    work: Callable[[Item, Callable[[Result], None]], None],
+    items: Sequence[Item],
+    seconds: float,
+    *,
+    progress: Progress | None = None,
+) -> list[Result | None]:
+    """For every item the last result that its work told in the seconds that it had; None if it told nothing.
+
+    Every item has a process of its own, as many at a time as there are processors; it is ended when its time is over.
+    Where nothing can be forked, nothing can be ended either, and so nothing is begun.
+    """
+    told: list[Result | None] = [None] * len(items)
+    if not can_fork():
+        return told
+    context, at_once = multiprocessing.get_context("fork"), min(os.cpu_count() or 1, len(items))
+    waiting = list(reversed(range(len(items))))
+    running: dict[Connection, tuple[int, ForkProcess, float]] = {}
+
+    def serve(number: int, out: Connection) -> None:
+        work(items[number], out.send)
+
+    try:
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                number = waiting.pop()
+                ours, theirs = context.Pipe(duplex=False)
+                process = context.Process(target=serve, args=(number, theirs), daemon=True)
+                process.start()
+                theirs.close()
+                running[ours] = (number, process, time.monotonic() + seconds)
+                if progress is not None:
+                    progress(str(items[number]), len(items) - len(waiting) - len(running), len(items))
+            soonest = min(deadline for _, _, deadline in running.values())
+            ready = wait(list(running), timeout=max(0.0, soonest - time.monotonic()))
+            for pipe, (number, process, deadline) in list(running.items()):
+                is_over = time.monotonic() > deadline
+                if pipe in ready:
+                    try:
+                        told[number] = pipe.recv()
+                    except EOFError:
+                        is_over = True
+                if is_over:
+                    process.kill()
+                    process.join()
+                    pipe.close()
+                    del running[pipe]
+    finally:
+        for _, process, _ in running.values():
+            process.kill()
+            process.join()
+    return told
+
+
 def in_processes(
     work: Callable[[Item, BestSeconds], Result],
     items: Sequence[Item],
@@ -85,7 +145,7 @@ def in_processes(
     """The results of all items, in any order; `best` is what is known before, and all processes see what is
     added. Up to `few` items are not worth another process."""
     count = min(os.cpu_count() or 1, len(items))
-    if count < 2 or len(items) <= few or "fork" not in multiprocessing.get_all_start_methods():
+    if count < 2 or len(items) <= few or not can_fork():
         for i, item in enumerate(items):
             if progress is not None:
                 progress(str(item), i, len(items))

@@ -11,7 +11,7 @@ from planloom.capture import Batch, batch_spec, capture
 from planloom.cluster import Cluster, load_cluster
 from planloom.cost import Prices
 from planloom.plan import Plan
-from planloom.search import Best, Planner, Wishes, find_best
+from planloom.search import Best, NothingFitsError, Planner, Wishes, find_best, try_relaxations, with_relaxations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +36,16 @@ def plan_model(
     """The fastest plan for a model and a global batch on a cluster (a preset's name, a file, or a `Cluster`).
 
     `wishes` are the fields of `Wishes`: `tp=8`, `pp=4`, `micro=16`, `recompute=False`, `memory_bytes=…`. `compiled`:
-    are runs compiled? Without it: on GPUs yes.
+    are runs compiled? Without it: on GPUs yes. If nothing fits, the error says which wish would have to give way.
     """
     machine = cluster if isinstance(cluster, Cluster) else load_cluster(cluster, num_outer=nodes)
     blocks = find_blocks(capture(model, batch))
     fused = machine.library == "nccl" if compiled is None else compiled
     prices = Prices(blocks=blocks, cluster=machine, fused=fused)
-    found = find_best(Planner(blocks, machine, fused=fused), prices, batch_spec(batch), Wishes(**wishes))
+    planner, spec, wanted = Planner(blocks, machine, fused=fused), batch_spec(batch), Wishes(**wishes)
+    try:
+        found = find_best(planner, prices, spec, wanted)
+    except NothingFitsError as error:
+        raise with_relaxations(error, try_relaxations(planner, prices, spec, wanted)) from None
     winner = found.winner
     return Planned(plan=winner.plan, step_seconds=winner.step_seconds, memory_bytes=winner.memory_bytes, found=found)

@@ -482,3 +482,15 @@ def _attention(call: Call) -> Rule:
     sizes = {"heads": key[1], "group": query[1] // key[1], "batch": query[0], "query": query[2]}
     text += f" -> batch (heads group) {row} value!"
     return notate(text, *call.shapes, sizes=sizes, kind="contraction")
+
+
+@_rule("planloom.sink_attention.default")
+def _sink_attention(call: Call) -> Rule:
+    query, key, _, *masks, _ = call.inputs
+    row = "query!" if call.op.args[5] else "query"
+    text = f"batch (heads group) {row} size!, batch heads key! size!, batch heads key! value!"
+    if masks:
+        text += ", " + " ".join(["batch", "(heads group)", row, "key!"][4 - len(masks[0]) :])
+    text += f", (heads group) -> batch (heads group) {row} value!"
+    sizes = {"heads": key[1], "group": query[1] // key[1], "batch": query[0], "query": query[2]}
+    return notate(text, *call.shapes, sizes=sizes, kind="contraction")

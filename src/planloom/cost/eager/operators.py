@@ -231,6 +231,12 @@ def _attention(tape: Tape, call: Call) -> Value:
     return products.attention(tape, q, k, v, call.get(3, None, "attn_mask"), dropout=call.get(4, 0.0, "dropout_p"))
 
 
+@_form("planloom.sink_attention.default")
+def _sink_attention(tape: Tape, call: Call) -> Value:
+    q, k, v, mask, sinks, _, window, _ = call.args
+    return products.sink_attention(tape, q, k, v, mask, sinks, window=window)
+
+
 # -- indices, norms, losses, experts
 
 

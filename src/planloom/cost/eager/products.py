@@ -210,6 +210,62 @@ def attention(tape: Tape, q: Value, k: Value, v: Value, mask: Value | None, *, d
     return result
 
 
+def sink_attention(tape: Tape, q: Value, k: Value, v: Value, mask: Value | None, sinks: Value, *, window: int) -> Value:
+    """Attention with sinks as `capture.sinks` carries it out on the CPU: keys and values repeated for their groups of
+    queries, a mask for a window, then results × the share that the sinks leave. On CUDA as much is kept."""
+    wide = "float64" if q.dtype == "float64" else "float32"
+    is_masked = mask is not None or window > 0
+    shapes, grid = [value.shape for value in (q, k, v)], (1, 1, q.shape[2], k.shape[2]) if mask is None else mask.shape
+    split = next(size for least, size in _QUERIES_AT_ONCE if q.shape[2] >= least)
+    num_scores = min(split, q.shape[2]) * min(_KEYS_AT_ONCE, k.shape[2])
+    num_repeats = q.shape[1] // k.shape[1]
+
+    def repeated() -> list[Value]:
+        wanted = ((*q_shape[:2], *shape[2:]) for shape in shapes[1:]) if num_repeats > 1 else ()
+        found = [tape.new(shape, q_dtype) for shape in wanted]
+        if is_masked:
+            seen = [tape.new(grid, "bool"), tape.new(grid, "bool")]
+            del seen[0]
+            zeros = tape.new(grid, q_dtype)
+            hidden = tape.new(grid, "bool")
+            found.append(tape.new(grid, q_dtype))
+            del zeros, hidden
+        return found
+
+    q_shape, q_dtype = q.shape, q.dtype
+    held = repeated()
+    plain = tape.pointwise([q])
+    sums = tape.new(q.shape[:3], wide)
+    scratch = tape.new((num_scores + min(split, q.shape[2]) * (2 + v.shape[3]),), wide)
+    del scratch, held
+    whole = tape.new(q.shape[:3], wide)
+    left = tape.new(q.shape[:3], wide)
+    del sums
+    result = tape.pointwise([plain])
+    del plain, left
+    saved = [q, k, v, *([] if mask is None else [mask]), sinks, result, whole]
+    num_sinks, sinks_dtype = sinks.shape, sinks.dtype
+
+    def gradients(kept: list[Value], cotangents: list[Value | None]) -> list[Value | None]:
+        assert cotangents[0] is not None
+        dtype = cotangents[0].dtype
+        products = tape.new(q_shape, dtype)
+        given = tape.new(q_shape[:3], wide)
+        del products
+        of_sinks = tape.new(num_sinks, sinks_dtype)
+        del given
+        again = repeated()
+        scores = tape.new((2, num_scores), wide)
+        found: list[Value | None] = [_heads_inside(tape, (*q_shape[:2], *shape[2:]), dtype) for shape in shapes]
+        del scores
+        summed = [tape.new(shape, dtype) for shape in shapes[1:]] if num_repeats > 1 else found[1:]
+        del again
+        return [found[0], *summed, of_sinks]
+
+    tape.record_many("sink_attention", [result], [q, k, v, sinks], saved, gradients)
+    return result
+
+
 def _heads_inside(tape: Tape, shape: tuple[int, ...], dtype: str) -> Value:
     """A tensor [batch, heads, query, size] that lies as [batch, query, heads, size]."""
     strides = contiguous_strides((shape[0], shape[2], shape[1], shape[3]))
