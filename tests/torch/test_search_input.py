@@ -197,3 +197,10 @@ def test_the_command_tells_machines_and_people_and_exits_with_2(
     assert error["relaxations"][0]["fits"]
     assert error["relaxations"][0]["relaxation"] in error["todo"]
     assert "the cheapest that fits" in " ".join(shown.err.split())
+
+
+def test_a_model_that_needs_the_whole_batch_at_once_has_no_micro_batches() -> None:
+    own = planner("zoo/gshard_moe", "flat")
+    assert own.space(Wishes()).micro_batches == (1,)
+    with pytest.raises(PlanError, match="sums over the whole batch and cannot run on micro-batches"):
+        own.space(Wishes(micro=2))

@@ -90,24 +90,40 @@ def _require_strategies(plan: Plan, blocks: BlockGraph) -> None:
                 used.add(axis.name)
 
 
+def require_micro_batches(num_micro_batches: int, blocks: BlockGraph) -> None:
+    """Refuse several micro-batches for a model that needs the whole batch at once."""
+    if num_micro_batches == 1:
+        return
+    for block in blocks.blocks:
+        dim = block.dim(BATCH_DIM)
+        if dim is None and (not block.is_source or any(name in blocks.graph.given_from_inputs for name in block.given)):
+            raise PlanError(
+                f"block {block.name} mixes the batch and cannot run on micro-batches",
+                given=f"{num_micro_batches} micro-batches",
+                required="one micro-batch, or a model whose operators keep the batch apart",
+            )
+        if dim is not None and any(t in dim.partials and t != blocks.graph.loss for t in block.outputs):
+            raise PlanError(
+                f"block {block.name} sums over the whole batch and cannot run on micro-batches",
+                given=f"{num_micro_batches} micro-batches",
+                required="one micro-batch, or a model that reduces over the batch in its loss alone",
+            )
+
+
+def may_have_micro_batches(blocks: BlockGraph) -> bool:
+    try:
+        require_micro_batches(2, blocks)
+    except PlanError:
+        return False
+    return True
+
+
 def _require_batch(plan: Plan, blocks: BlockGraph) -> None:
+    require_micro_batches(plan.num_micro_batches, blocks)
     for block in blocks.blocks:
         dim = block.dim(BATCH_DIM)
         if dim is None:
-            depends = not block.is_source or any(name in blocks.graph.given_from_inputs for name in block.given)
-            if plan.num_micro_batches > 1 and depends:
-                raise PlanError(
-                    f"block {block.name} mixes the batch and cannot run on micro-batches",
-                    given=f"{plan.num_micro_batches} micro-batches",
-                    required="one micro-batch, or a model whose operators keep the batch apart",
-                )
             continue
-        if plan.num_micro_batches > 1 and any(t in dim.partials and t != blocks.graph.loss for t in block.outputs):
-            raise PlanError(
-                f"block {block.name} sums over the whole batch and cannot run on micro-batches",
-                given=f"{plan.num_micro_batches} micro-batches",
-                required="one micro-batch, or a model that reduces over the batch in its loss alone",
-            )
         mesh = plan.meshes[plan.stages[block.index]]
         axes = plan.strategies[block.index].get(BATCH_DIM, ())
         pieces = plan.num_micro_batches * prod(mesh.axis(axis).size for axis in axes)

@@ -23,7 +23,7 @@ from planloom.blocks import BlockGraph
 from planloom.cluster import Cluster
 from planloom.cost.efficiency import rate_of
 from planloom.graph.flops import training_flops
-from planloom.plan.checks import BATCH_DIM
+from planloom.plan.checks import BATCH_DIM, may_have_micro_batches, require_micro_batches
 from planloom.search.network import Network, build_network
 from planloom.search.one_stage import TOLERANCE
 from planloom.search.pace import pace_bounds
@@ -195,10 +195,12 @@ class Planner:
         return WIDE_MARGIN if self.cluster.num_devices <= _FEW_DEVICES else MARGIN
 
     def space(self, wishes: Wishes) -> Space:
-        """The space that wishes leave; pins that concern nothing are refused."""
+        """The space that wishes leave; pins that concern nothing, and micro-batches that cannot be, are refused."""
         for pin in wishes.pins:
             require_pin(pin, self.blocks)
-        return search_space(self.cluster.num_devices, batch=self.batch, max_stages=len(self.places) + 1, wishes=wishes)
+        require_micro_batches(wishes.micro or 1, self.blocks)
+        divided = self.batch if may_have_micro_batches(self.blocks) else 1
+        return search_space(self.cluster.num_devices, batch=divided, max_stages=len(self.places) + 1, wishes=wishes)
 
     def tables(self, candidates: Sequence[Candidate], wishes: Wishes) -> Tables:
         """Of candidates of one shape."""

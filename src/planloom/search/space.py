@@ -120,7 +120,7 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def search_space(num_devices: int, *, batch: int, max_stages: int, wishes: Wishes) -> Space:
-    """All shapes that fill the devices and that the wishes allow."""
+    """All shapes that fill the devices and that the wishes allow; `batch`: what micro-batches divide."""
     shapes = []
     for pp in divisors(num_devices):
         if pp > max_stages or wishes.pp not in (None, pp):
