@@ -83,8 +83,8 @@ def open_devices(cluster: Cluster | str | Path, limits: DeviceLimits | None = No
 
     A cluster that no testbed could have (links too fast) or limits that this machine cannot give are errors as ever.
     """
-    reason = requirements.missing()
-    if reason and not requirements.can_install(reason):
+    reason = requirements.provided()
+    if reason:
         return OpenDevices(cluster, limits, "plain processes", f"no shaped links and no quotas: {reason}")
     reason = missing_devices()
     if reason:

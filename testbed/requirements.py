@@ -37,12 +37,18 @@ def can_install(reason: str) -> bool:
     return "iproute2" in reason and shutil.which("apt-get") is not None
 
 
-def require() -> None:
-    """See to it that a testbed can be built here, or say what it takes."""
+def provided() -> str:
+    """What is still missing after an attempt to install it, in a few words; empty when a testbed can be built."""
     reason = missing()
     if can_install(reason):
         _install()
         reason = missing()
+    return reason
+
+
+def require() -> None:
+    """See to it that a testbed can be built here, or say what it takes."""
+    reason = provided()
     if reason:
         raise TestbedError(
             f"the testbed cannot be built on this machine: {reason}",

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+os.environ.pop("COLUMNS", None)  # xdist sets it in its workers, and rich would read it once, before a test does
+
 ALONE = ("dist", "net", "gpu")
 """Folders of tests with processes of their own, which need the cores for themselves."""
 

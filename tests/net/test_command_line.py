@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from planloom.cluster import cluster_to_yaml
-from testbed import TestbedError, requirements
+from testbed import TestbedError, open_devices, requirements
 from tests.net.clusters import cluster, level
 from tests.net.conftest import Traces
 
@@ -94,6 +94,9 @@ def test_without_iproute2_it_installs_it_or_says_so(monkeypatch: pytest.MonkeyPa
     requirements.require()
     assert [words[1] for words in asked] == ["install", "update", "install"]
     (tmp_path / "tc").unlink()
+    opened = open_devices("two-by-two")
+    assert opened.kind == "plain processes"
+    assert "tc of iproute2 not found" in opened.why
     with pytest.raises(TestbedError, match=r"tc of iproute2 not found[\s\S]*install the package iproute2"):
         requirements.require()
 
