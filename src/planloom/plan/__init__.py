@@ -11,7 +11,7 @@ from planloom.plan.files import load_plan, save_plan
 from planloom.plan.library import NamedPlan, axis_sizes, library, named_plan, parse_named
 from planloom.plan.orders import Call, OrderFunction, Orders, gpipe, one_forward_one_backward
 from planloom.plan.schedules import ORDERS
-from planloom.plan.values import Plan, Storage, StorageKind, require_model
+from planloom.plan.values import Plan, Storage, StorageKind, TimeAxis, require_model
 
 __all__ = [
     "ORDERS",
@@ -23,6 +23,7 @@ __all__ = [
     "Plan",
     "Storage",
     "StorageKind",
+    "TimeAxis",
     "axis_sizes",
     "draft",
     "gpipe",

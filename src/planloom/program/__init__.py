@@ -1,6 +1,7 @@
 """`Plan` → `Program`: transform, schedule, materialize, verify (SuperScaler's phases)."""
 
 from planloom.program.build import build_program
+from planloom.program.moments import coordinates_in
 from planloom.program.operations import Executed, Operand, Operation, executed, run_operations
 from planloom.program.pieces import BlockPiece, piece_of
 from planloom.program.values import (
@@ -62,6 +63,7 @@ __all__ = [
     "WeightGradient",
     "build_program",
     "collectives_in",
+    "coordinates_in",
     "executed",
     "piece_of",
     "run_operations",

@@ -43,7 +43,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunBlock:
-    """A block inside a run: its split dims with their space digits, and the slot of each tensor from outside.
+    """A block inside a run: its split dims with their digits, and the slot of each tensor from outside.
 
     `timed_dim` is the dim that the micro-batches split; `passes_partial`: digits over which a partial cotangent of
     its outputs is passed on to its parameters.
@@ -58,13 +58,17 @@ class RunBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Blocks with no communication between them, forward or backward: the unit that is launched and profiled."""
+    """Blocks with no communication between them, forward or backward: the unit that is launched and profiled.
+
+    `moment`: its coordinates along digits of time, one run for each (see `moments`).
+    """
 
     index: int
     stage: int
     blocks: tuple[RunBlock, ...]
     inputs: tuple[Slot, ...]
     outputs: tuple[Slot, ...]
+    moment: tuple[tuple[Digit, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
