@@ -24,7 +24,7 @@ backward, or, where an order would then block, at the end of the step. So no ord
 the verifier proves it for each program.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -36,7 +36,8 @@ from planloom.plan.order_checks import sends_may_lag
 from planloom.plan.orders import Phase
 from planloom.program.bodies import PartBodies, StageBodies, Use
 from planloom.program.connect import Connections
-from planloom.program.gradients import Gradients, sum_into
+from planloom.program.gradients import Gradients, junction
+from planloom.program.loops import LoopWriter, find_loops
 from planloom.program.recompute import Recomputation, find_recomputations, masks_of, runs_with_backward
 from planloom.program.schedule import Part, Ways
 from planloom.program.storage import is_gathered, is_scattered, store_parameters
@@ -106,23 +107,28 @@ class _Builder:
     def __init__(self, splits: Splits, runs: tuple[Run, ...], ways: Ways, price: DigitsPrice) -> None:
         self.splits, self.ways = splits, ways
         self.runs = list(runs)
-        """The runs of stages at home, then those of copies."""
+        """The runs of stages at home, then those of copies and of other moments."""
+        self.loops, self.base = find_loops(splits, runs)
+        """The runs of stages at home; a scope is one run."""
         self.graph = splits.blocks.graph
         self.parameters = store_parameters(splits)
         self.stages = [StageBodies() for _ in splits.plan.groups]
         self.connections = Connections(splits, price, lambda _, slot: self._value(slot))
         self.gradients = Gradients(self.connections, self.parameters, self.stages)
-        self.made = {slot.tensor: (run, slot) for run in runs for slot in run.outputs}
+        self.made = {slot.tensor: (run, slot) for run in self.base for slot in run.outputs}
         """By tensor: the run of its stage, at home, and the slot."""
         self.trains = any(call.phase != "forward" for order in splits.plan.orders for call in order)
-        self.with_backward = runs_with_backward(self.graph, runs) if self.trains else frozenset()
-        recomputations = find_recomputations(splits, runs, self.with_backward)
+        self.with_backward = runs_with_backward(self.graph, self.base) if self.trains else frozenset()
+        self.with_backward_inside = runs_with_backward(self.graph, runs) if self.trains else frozenset()
+        self.entered: dict[tuple[Part, int], list[Buffer]] = {}
+        """What the backward of a loop reads: by its part and first run."""
+        recomputations = find_recomputations(splits, self.base, self.with_backward)
         self.recomputed_before = {found.first_backward: found for found in recomputations}
         """By the run whose backward is the first to need it."""
         self.recomputed = frozenset(index for found in recomputations for index in found.saving)
         self.masks = masks_of(self.graph)
         self.may_lag = sends_may_lag(splits.plan.orders, len(splits.plan.meshes))
-        self.copies: dict[tuple[int, int], int] = {}
+        self.copies: dict[tuple[int, int, int], int] = {}
         self.imports: dict[tuple[str, int], tuple[int, Slot]] = {}
         phases = _phases(splits.plan, ways)
         for part in ways.parts():
@@ -141,7 +147,7 @@ class _Builder:
             )
 
     def build(self) -> None:
-        base = tuple(self.runs)
+        base = self.base
         for way, homes in enumerate(self.ways.homes):
             self.imports = self._find_imports(base, homes)
             for run in base:
@@ -202,15 +208,49 @@ class _Builder:
         part = Part(way=way, stage=stage, group=self.ways.homes[way][stage])
         return self.stages[part.group].parts[part]
 
-    def _copy(self, run: Run) -> Run:
-        """A run on the group of the present part: itself at home, else one like it."""
-        if run.stage == self.group:
+    def _copy(self, run: Run, piece: int = 0) -> Run:
+        """A run on the group of the present part, in the moment of a piece: itself at home, else one like it."""
+        if run.index in self.loops and not run.moment:
             return run
-        key = (run.index, self.group)
+        if run.stage == self.group and piece == 0:
+            return run
+        key = (run.index, self.group, piece)
         if key not in self.copies:
             self.copies[key] = len(self.runs)
-            self.runs.append(replace(run, index=len(self.runs), stage=self.group))
+            moment = tuple((digit, piece) for digit, _ in run.moment)
+            self.runs.append(replace(run, index=len(self.runs), stage=self.group, moment=moment))
         return self.runs[self.copies[key]]
+
+    def _loop(self, base: Run, inputs: Sequence[Buffer]) -> LoopWriter:
+        return LoopWriter(
+            loop=self.loops[base.index],
+            connections=self.connections,
+            group=self.group,
+            with_backward=self.with_backward_inside,
+            at=self._copy,
+            inputs=inputs,
+        )
+
+    def _run(
+        self,
+        body: list[Instruction],
+        run: Run,
+        inputs: list[Buffer],
+        outputs: tuple[Buffer, ...],
+        *,
+        saves: bool,
+        again: bool = False,
+        is_read: bool = True,
+    ) -> None:
+        """Write a forward; `is_read`: else nobody reads what it makes, and what it saves is all that it is for."""
+        if run.index not in self.loops:
+            body.append(Forward(run=run.index, inputs=tuple(inputs), outputs=outputs, saves=saves, again=again))
+            return
+        recomputes = self.loops[run.index].scope.axis.recompute
+        if saves:
+            self.entered[self.part.part, run.index] = inputs
+        if is_read or not recomputes:
+            body += self._loop(run, inputs).forward(outputs, saves=saves and not recomputes, again=again)
 
     def _find_imports(self, runs: Sequence[Run], homes: Sequence[int]) -> dict[tuple[str, int], tuple[int, Slot]]:
         """(tensor, group) → the first run of the group that reads a tensor made in another, and its slot."""
@@ -237,7 +277,7 @@ class _Builder:
         ]
         outputs = tuple(Buffer(name=slot.tensor, indexed=True) for slot in run.outputs)
         saves = base.index in self.with_backward and base.index not in self.recomputed
-        body.append(Forward(run=run.index, inputs=tuple(inputs), outputs=outputs, saves=saves))
+        self._run(body, run, inputs, outputs, saves=saves)
         body += [Free(buffer=buffer) for buffer in gathered.values()]
         for slot, buffer in zip(run.outputs, outputs, strict=True):
             self.arrived[slot.tensor, slot.layout] = buffer
@@ -337,6 +377,10 @@ class _Builder:
 
     # -- recompute
 
+    def _at_home(self, index: int) -> Run:
+        """A run of a stage at home, or the one that a loop is from outside."""
+        return self.loops[index].outside if index in self.loops else self.runs[index]
+
     def _recompute(self, what: Recomputation) -> None:
         """Carry out again what the backwards of a segment need.
 
@@ -346,10 +390,10 @@ class _Builder:
         last_use = {
             (slot.tensor, slot.layout): index
             for index in sorted(what.saving, reverse=True)
-            for slot in self.runs[index].inputs
+            for slot in self._at_home(index).inputs
         }
         for index in what.runs:
-            self._forward_again(self._copy(self.runs[index]), index in what.saving, again, last_use)
+            self._forward_again(self._copy(self._at_home(index)), index in what.saving, again, last_use)
         if not part.is_split:
             again.body.extend(part.delayed)
             part.delayed = []
@@ -373,7 +417,9 @@ class _Builder:
             else:
                 inputs.append(gathered.get(use) or self._parameter(slot))
         outputs = tuple(Buffer(name=again.what.name(slot.tensor), indexed=True) for slot in run.outputs)
-        body.append(Forward(run=run.index, inputs=tuple(inputs), outputs=outputs, saves=saves, again=True))
+        made = {slot.tensor for slot in run.outputs}
+        is_read = any(slot.tensor in made for index in again.what.runs for slot in self._at_home(index).inputs)
+        self._run(body, run, inputs, outputs, saves=saves, again=True, is_read=is_read)
         body += [Free(buffer=buffer) for use, buffer in gathered.items() if use not in held]
         again.values.update(
             ((slot.tensor, slot.layout), buffer) for slot, buffer in zip(run.outputs, outputs, strict=True)
@@ -401,7 +447,7 @@ class _Builder:
         Then it is kept as it arrived, and changed again; but partial sums are kept as they were first completed.
         """
         arrived = self._arrived(slot.tensor)
-        read = {i.layout: None for index in what.runs for i in self.runs[index].inputs if i.tensor == slot.tensor}
+        read = {i.layout: None for index in what.runs for i in self._at_home(index).inputs if i.tensor == slot.tensor}
         if arrived.partial or (len(read) == 1 and _num_elements(slot, slot.layout) <= _num_elements(slot, arrived)):
             return slot.layout
         return arrived
@@ -423,9 +469,13 @@ class _Builder:
         of_parameters = tuple(
             buffer if slot.tensor in self.parameters else None for slot, buffer in zip(run.inputs, outputs, strict=True)
         )
-        is_split = part.is_split and any(of_parameters)
+        is_split = part.is_split and any(of_parameters) and base.index not in self.loops
         now = tuple(None if is_split and of else buffer for buffer, of in zip(outputs, of_parameters, strict=True))
-        body.append(Backward(run=run.index, cotangents=tuple(cotangents), outputs=now, is_split=is_split))
+        if base.index in self.loops:
+            inputs = self._entered_again(base, gathered)
+            body += self._loop(base, inputs).backward(cotangents, outputs)
+        else:
+            body.append(Backward(run=run.index, cotangents=tuple(cotangents), outputs=now, is_split=is_split))
         done = [use for use, (_, last) in part.held.items() if last == base.index]
         gathered |= {use: part.held.pop(use)[0] for use in done}
         body += [Free(buffer=buffer) for buffer in gathered.values()]
@@ -446,6 +496,12 @@ class _Builder:
         self.gradients.scatter(self.role, part, scattered)
         self._send_cotangents(base)
 
+    def _entered_again(self, base: Run, gathered: Mapping[Use, Buffer]) -> list[Buffer]:
+        """What enters a loop, for its backward: parameters that were gathered for the forward are gathered again."""
+        held = {use: buffer for use, (buffer, _) in self.part.held.items()} | dict(gathered)
+        entered = self.entered[self.part.part, base.index]
+        return [held.get((s.tensor, s.layout), buffer) for s, buffer in zip(base.inputs, entered, strict=True)]
+
     def _shard_collectives(self, base: Run, slot: Slot, cotangent: Buffer) -> list[Collective]:
         home, name = self.parameters[slot.tensor], f"{slot.tensor}:shard{base.index}"
         return self.connections.collectives(self.group, slot, cotangent, _cotangent(slot), home.optimizer_layout, name)
@@ -462,17 +518,12 @@ class _Builder:
         return self._junction(slot, parts, slot.cotangent) if parts else None
 
     def _junction(self, slot: Slot, parts: list[tuple[Layout, Buffer]], target: Layout) -> Buffer:
-        """Sum what has one layout, reduce each sum, sum the results: partial sums are passed on as such."""
-        body = self.part.backward
-        by_layout: dict[Layout, list[Buffer]] = {}
-        for layout, buffer in parts:
-            by_layout.setdefault(layout, []).append(buffer)
-        results = []
-        for i, (layout, buffers) in enumerate(by_layout.items()):
-            total = sum_into(body, slot.tensor, buffers, f"{slot.tensor}:junction{i}")
-            name = f"{slot.tensor}:reduced{i}"
-            results.append(self.connections.change(body, self.group, slot, total, layout, target, name))
-        return sum_into(body, slot.tensor, results, f"{slot.tensor}:cotangent")
+        body, group = self.part.backward, self.group
+
+        def change(total: Buffer, layout: Layout, name: str) -> Buffer:
+            return self.connections.change(body, group, slot, total, layout, target, name)
+
+        return junction(body, slot.tensor, parts, change)
 
     def _send_cotangents(self, base: Run) -> None:
         """Cotangents of what this run was the first to import go back to the group that made it.

@@ -203,6 +203,28 @@ class Accumulate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Take:
+    """A piece of a buffer whose array has these dims, one a factor: a view where its elements lie side by side."""
+
+    tensor: str
+    source: Buffer
+    target: Buffer
+    box: Box
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Put:
+    """Write a piece to its place in a buffer whose array has these dims: the first makes it, the last completes it."""
+
+    tensor: str
+    target: Buffer
+    source: Buffer
+    box: Box
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Seed:
     """The cotangent of the loss: one."""
 
@@ -237,6 +259,8 @@ Instruction = (
     | Wait
     | Sum
     | Accumulate
+    | Take
+    | Put
     | Seed
     | Free
     | Update

@@ -22,7 +22,7 @@ from planloom.program.completeness import Completeness
 from planloom.program.likeness import counted, goes_through, representatives, with_micro_batches
 from planloom.program.schedule import Line, interleave
 from planloom.program.symbolic_runs import RunError, SymbolicRun
-from planloom.program.symbolic_steps import StepError, apply_steps, extract, join_messages
+from planloom.program.symbolic_steps import StepError, apply_steps, extract, join_messages, join_pieces
 from planloom.program.symbols import SEED, STORED, Symbol, added
 from planloom.program.values import (
     Accumulate,
@@ -34,10 +34,12 @@ from planloom.program.values import (
     Free,
     Instruction,
     Program,
+    Put,
     Receive,
     Seed,
     Send,
     Sum,
+    Take,
     Transfer,
     Update,
     Wait,
@@ -108,6 +110,10 @@ class _Interpreter:
         self.messages: dict[tuple[str, int], dict[_Message, Symbol]] = {}
         self.in_flight: dict[tuple[int, Place], list[_Work]] = {}
         self.written_by: dict[tuple[int, Place], str] = {}
+        self.pieces: dict[tuple[int, Place], list[tuple[Symbol, Box]]] = {}
+        """What has been put into a buffer, piece by piece."""
+        self.views: dict[tuple[int, Place], Buffer] = {}
+        """Pieces of stored or gathered parameters, which lie in their storage."""
         self.now = ""
         self.updated: set[tuple[int, str]] = set()
         # Autograd keeps views of these: a backward sees what they hold then, not what the forward read.
@@ -240,6 +246,8 @@ class _Interpreter:
             raise _FaultError(symbol.tensor, f"{buffer} is written while it is in flight", (device,))
         self.memory[device][place] = symbol
         self.written_by[device, place] = self.now
+        self.pieces.pop((device, place), None)
+        self.views.pop((device, place), None)
 
     def _local(self, s: int, device: int, instruction: Instruction, micro: int) -> None:
         match instruction:
@@ -258,15 +266,54 @@ class _Interpreter:
                 old = self.memory[device].get(self._place(target, micro))
                 new = symbol if old is None else self._add(device, tensor, old, symbol)
                 self._write(device, target, micro, new)
+            case Take():
+                self._take_piece(device, instruction, micro)
+            case Put():
+                self._put_piece(device, instruction, micro)
             case Free(buffer=buffer):
                 place = self._place(buffer, micro)
                 tensor = buffer.tensor
                 if (device, place) in self.in_flight:
                     raise _FaultError(tensor, f"{buffer} is freed while it is in flight", (device,))
                 self._read(device, buffer, micro, tensor)
-                del self.memory[device][place]
+                self._forget(device, place)
             case Update():
                 self._update(s, device, instruction, micro)
+
+    def _forget(self, device: int, place: Place) -> None:
+        self.memory[device].pop(place, None)
+        self.pieces.pop((device, place), None)
+
+    def _take_piece(self, device: int, take: Take, micro: int) -> None:
+        symbol = self._read(device, take.source, micro, take.tensor)
+        self._require_tensor(device, take.tensor, symbol)
+        try:
+            piece = extract(symbol, take.box, take.sizes)
+        except StepError as error:
+            raise _FaultError(take.tensor, str(error), (device,)) from None
+        self._write(device, take.target, micro, piece)
+        if take.source in self.persistent:
+            self.views[device, self._place(take.target, micro)] = take.source
+
+    def _put_piece(self, device: int, put: Put, micro: int) -> None:
+        """A piece beside those that are there; the buffer holds a value once none is missing."""
+        symbol = self._read(device, put.source, micro, put.tensor)
+        self._require_tensor(device, put.tensor, symbol)
+        place = self._place(put.target, micro)
+        if (device, place) in self.in_flight:
+            raise _FaultError(put.tensor, f"{put.target} is written while it is in flight", (device,))
+        pieces = self.pieces.get((device, place), [])
+        if place in self.memory[device] and not pieces:
+            raise _FaultError(put.tensor, f"a piece is written into {put.target}, which is none's place", (device,))
+        pieces = [*((found, box) for found, box in pieces if box != put.box), (symbol, put.box)]
+        try:
+            whole = join_pieces(pieces, put.sizes)
+        except StepError as error:
+            raise _FaultError(put.tensor, str(error), (device,)) from None
+        self.memory[device].pop(place, None)
+        if whole is not None:
+            self._write(device, put.target, micro, whole)
+        self.pieces[device, place] = pieces
 
     def _require_tensor(self, device: int, tensor: str, symbol: Symbol) -> None:
         if symbol.tensor != tensor:
@@ -330,7 +377,7 @@ class _Interpreter:
                 self._settle((device, place), others)
                 if others:
                     raise _FaultError(collective.tensor, f"{collective.source} is forgotten in flight", (device,))
-                self.memory[device].pop(place, None)
+                self._forget(device, place)
 
     def _require_rows(self, device: int, collective: Collective, symbol: Symbol, micro: int) -> None:
         """A ragged tensor is moved with its mask: complete, and of the very rows that the device holds."""
@@ -404,7 +451,7 @@ class _Interpreter:
         if wait.free:
             for device in devices:
                 for place in places:
-                    self.memory[device].pop(place, None)
+                    self._forget(device, place)
         return True
 
     def _settle(self, key: tuple[int, Place], works: list[_Work]) -> None:
@@ -456,7 +503,8 @@ class _Interpreter:
         except RunError as error:
             raise _FaultError(error.tensor, str(error), (device,)) from None
         if forward.saves:
-            kept = {b: self.memory[device][b, -1] for b in forward.inputs if b in self.persistent}
+            read_from = [self.views.get((device, self._place(b, micro)), b) for b in forward.inputs]
+            kept = {b: self.memory[device][b, -1] for b in read_from if b in self.persistent}
             self.saved[device, forward.run, micro] = kept
         for slot, buffer in zip(self.program.runs[forward.run].outputs, forward.outputs, strict=True):
             self._write(device, buffer, micro, made[slot.tensor])
@@ -529,6 +577,8 @@ def _describe(instruction: Instruction) -> str:
             return f"{type(instruction).__name__} of run {run}"
         case Wait(buffer=buffer) | Free(buffer=buffer):
             return f"{type(instruction).__name__} {buffer}"
-        case Sum(target=target) | Accumulate(target=target) | Seed(target=target):
+        case Take(source=source, target=target):
+            return f"Take {target} of {source}"
+        case Sum(target=target) | Accumulate(target=target) | Seed(target=target) | Put(target=target):
             return f"{type(instruction).__name__} into {target}"
     return type(instruction).__name__
