@@ -97,10 +97,18 @@ def load(source: str) -> Loaded:
     torch.manual_seed(0)
     model, example = load_model(source)
     blocks = find_blocks(shared_capture(model, example))
-    config: Any = model.config
-    batch = {name: torch.randint(0, config.vocab_size, t.shape) for name, t in tensors_of(example, model).items()}
+    batch = {name: _drawn(model, tensor) for name, tensor in tensors_of(example, model).items()}
     buffers = filled_buffers(blocks.graph, source)
     return Loaded(source=source, model=model, example=example, blocks=blocks, batch=batch, buffers=buffers)
+
+
+def _drawn(model: nn.Module, like: Tensor) -> Tensor:
+    """Tokens or labels that the model knows, or numbers."""
+    if like.is_floating_point():
+        return torch.randn(like.shape, dtype=like.dtype)
+    config: Any = getattr(model, "config", None)
+    known: int = getattr(config, "vocab_size", 0) or getattr(config, "num_labels", 2)
+    return torch.randint(0, known, like.shape)
 
 
 def profile(loaded: Loaded, request: Mapping[str, Any]) -> None:
