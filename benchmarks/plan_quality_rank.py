@@ -10,7 +10,7 @@ torch is imported and connections are made once for all cases of a topology.
     end
 
 In a race every rival and every plan is built, one after another, each with the same initial weights and under the limit
-of memory, and takes a step: with the limit its peak is its own. Then all take turns, each round in another order, with
+of memory, and takes two steps: with the limit its peak is its own. Then all take turns, each round in another order, with
 a barrier before each step, which counts with its slowest rank. Who is far behind takes no part in the rounds that
 follow.
 """
@@ -180,6 +180,7 @@ def _enter(make: Callable[[], Step], limit: int | None) -> tuple[Step, dict[str,
         limit_memory(limit)
     step = make()
     loss = step()
+    step()  # the first had no states of the optimizer yet
     peak = torch.tensor(peak_memory() - before)
     limit_memory(None)
     dist.all_reduce(peak, dist.ReduceOp.MAX)

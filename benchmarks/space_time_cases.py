@@ -50,7 +50,7 @@ class Case:
 
 
 _GPT = (
-    "gpt2?n_layer=8&n_embd=256&n_head=8&vocab_size=512&seq=128&batch=16&dtype=float32"
+    "gpt2?n_layer=8&n_embd=384&n_head=6&vocab_size=512&seq=32&batch=32&dtype=float32"
     "&attn_pdrop=0&embd_pdrop=0&resid_pdrop=0"
 )
 
