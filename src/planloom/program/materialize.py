@@ -38,6 +38,7 @@ from planloom.program.bodies import PartBodies, StageBodies, Use
 from planloom.program.connect import Connections
 from planloom.program.gradients import Gradients, sum_into
 from planloom.program.recompute import Recomputation, find_recomputations, masks_of, runs_with_backward
+from planloom.program.rings import RingWriter, open_rings
 from planloom.program.schedule import Part, Ways
 from planloom.program.storage import is_gathered, is_scattered, store_parameters
 from planloom.program.transform import Splits
@@ -104,9 +105,9 @@ class _Builder:
     part: PartBodies
 
     def __init__(self, splits: Splits, runs: tuple[Run, ...], ways: Ways, price: DigitsPrice) -> None:
-        self.splits, self.ways = splits, ways
-        self.runs = list(runs)
-        """The runs of stages at home, then those of copies."""
+        self.splits, self.ways, self.base = splits, ways, runs
+        self.runs, self.rings = open_rings(splits, runs)
+        """The runs of stages at home, then those of copies; the runs of blocks that go round rings."""
         self.graph = splits.blocks.graph
         self.parameters = store_parameters(splits)
         self.stages = [StageBodies() for _ in splits.plan.groups]
@@ -141,15 +142,14 @@ class _Builder:
             )
 
     def build(self) -> None:
-        base = tuple(self.runs)
         for way, homes in enumerate(self.ways.homes):
-            self.imports = self._find_imports(base, homes)
-            for run in base:
+            self.imports = self._find_imports(self.base, homes)
+            for run in self.base:
                 self._enter(way, homes, run)
-                self._forward(run, self._copy(run))
-            for run in reversed(base):
+                self._forward(run, self._copy(self.runs[run.index]))
+            for run in reversed(self.base):
                 self._enter(way, homes, run)
-                self._backward(run, self._copy(run))
+                self._backward(run, self._copy(self.runs[run.index]))
             for part in self._parts(way):
                 part.gradient_body.extend(part.delayed)
                 part.delayed = []
@@ -222,6 +222,11 @@ class _Builder:
                     imports.setdefault((slot.tensor, group), (run.index, slot))
         return imports
 
+    def _ring(self, base: Run, *, again: bool = False) -> RingWriter:
+        """The ring of a block that goes round, on the present group; recomputed, it has buffers of its own."""
+        runs, name = tuple(map(self._copy, self.rings[base.index])), f" of ring {base.index}" + " again" * again
+        return RingWriter(runs=runs, mesh=self.splits.plan.groups[self.group], name=name)
+
     # -- forward
 
     def _forward(self, base: Run, run: Run) -> None:
@@ -235,11 +240,14 @@ class _Builder:
             else gathered.get((slot.tensor, slot.layout)) or self._parameter(slot)
             for slot in run.inputs
         ]
-        outputs = tuple(Buffer(name=slot.tensor, indexed=True) for slot in run.outputs)
+        outputs = tuple(Buffer(name=slot.tensor, indexed=True) for slot in base.outputs)
         saves = base.index in self.with_backward and base.index not in self.recomputed
-        body.append(Forward(run=run.index, inputs=tuple(inputs), outputs=outputs, saves=saves))
+        if base.index in self.rings:
+            self._ring(base).forward(body, tuple(inputs), outputs, saves=saves)
+        else:
+            body.append(Forward(run=run.index, inputs=tuple(inputs), outputs=outputs, saves=saves))
         body += [Free(buffer=buffer) for buffer in gathered.values()]
-        for slot, buffer in zip(run.outputs, outputs, strict=True):
+        for slot, buffer in zip(base.outputs, outputs, strict=True):
             self.arrived[slot.tensor, slot.layout] = buffer
             if slot.tensor == self.graph.loss:
                 body.append(Accumulate(tensor=slot.tensor, target=_LOSS_TOTAL, source=buffer))
@@ -349,7 +357,7 @@ class _Builder:
             for slot in self.runs[index].inputs
         }
         for index in what.runs:
-            self._forward_again(self._copy(self.runs[index]), index in what.saving, again, last_use)
+            self._forward_again(self.base[index], index in what.saving, again, last_use)
         if not part.is_split:
             again.body.extend(part.delayed)
             part.delayed = []
@@ -358,9 +366,9 @@ class _Builder:
             at = next((i for i, found in enumerate(part.backward) if isinstance(found, Receive)), at)
         part.backward[at:at] = again.body
 
-    def _forward_again(self, run: Run, saves: bool, again: _Again, last_use: dict[Use, int]) -> None:
+    def _forward_again(self, base: Run, saves: bool, again: _Again, last_use: dict[Use, int]) -> None:
         """One run; parameters that were gathered for it are held for its backward."""
-        held, body = self.part.held, again.body
+        run, held, body = self._copy(self.runs[base.index]), self.part.held, again.body
         gathered = self._gather(run, body, held)
         held.update((use, (buffer, last_use[use])) for use, buffer in gathered.items() if use in last_use)
         inputs = []
@@ -372,11 +380,14 @@ class _Builder:
                 inputs.append(held[use][0])
             else:
                 inputs.append(gathered.get(use) or self._parameter(slot))
-        outputs = tuple(Buffer(name=again.what.name(slot.tensor), indexed=True) for slot in run.outputs)
-        body.append(Forward(run=run.index, inputs=tuple(inputs), outputs=outputs, saves=saves, again=True))
+        outputs = tuple(Buffer(name=again.what.name(slot.tensor), indexed=True) for slot in base.outputs)
+        if base.index in self.rings:
+            self._ring(base, again=True).forward(body, tuple(inputs), outputs, saves=saves, again=True)
+        else:
+            body.append(Forward(run=run.index, inputs=tuple(inputs), outputs=outputs, saves=saves, again=True))
         body += [Free(buffer=buffer) for use, buffer in gathered.items() if use not in held]
         again.values.update(
-            ((slot.tensor, slot.layout), buffer) for slot, buffer in zip(run.outputs, outputs, strict=True)
+            ((slot.tensor, slot.layout), buffer) for slot, buffer in zip(base.outputs, outputs, strict=True)
         )
 
     def _value_again(self, slot: Slot, again: _Again) -> Buffer:
@@ -412,7 +423,7 @@ class _Builder:
         part, body = self.part, self.part.backward
         if base.index in self.recomputed_before:
             self._recompute(self.recomputed_before[base.index])
-        cotangents = [self._output_cotangent(slot) for slot in run.outputs]
+        cotangents = [self._output_cotangent(slot) for slot in base.outputs]
         if not any(cotangents):
             return
         gathered = self._gather(run, body, part.held)
@@ -423,9 +434,13 @@ class _Builder:
         of_parameters = tuple(
             buffer if slot.tensor in self.parameters else None for slot, buffer in zip(run.inputs, outputs, strict=True)
         )
-        is_split = part.is_split and any(of_parameters)
+        is_split = part.is_split and any(of_parameters) and base.index not in self.rings
         now = tuple(None if is_split and of else buffer for buffer, of in zip(outputs, of_parameters, strict=True))
-        body.append(Backward(run=run.index, cotangents=tuple(cotangents), outputs=now, is_split=is_split))
+        if base.index in self.rings:
+            ring = self._ring(base, again=base.index in self.recomputed)
+            self.role.early.update(ring.backward(body, tuple(cotangents), now))
+        else:
+            body.append(Backward(run=run.index, cotangents=tuple(cotangents), outputs=now, is_split=is_split))
         done = [use for use, (_, last) in part.held.items() if last == base.index]
         gathered |= {use: part.held.pop(use)[0] for use in done}
         body += [Free(buffer=buffer) for buffer in gathered.values()]

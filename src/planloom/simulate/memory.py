@@ -378,6 +378,8 @@ def _working_bytes(collective: Collective, totals: Sequence[int], *, is_copied: 
                 needed = 2 * before + after
             case "all_to_all":
                 needed = 3 * before
+            case "rotate":  # what a ring sends lies together
+                needed = after
             case _:
                 needed = before + after
         most = max(most, needed)
