@@ -86,8 +86,8 @@ def _merged(name: str) -> str:
 
 
 def find_ring(graph: Graph, members: Sequence[int], outputs: Sequence[str]) -> Ring | None:
-    """The ring of a block in a graph `with_one_sequence`; None if there is no attention, or `lacks_ring`."""
-    if lacks_ring(graph, members):
+    """The ring of a block in a graph `with_one_sequence`; None if there is no attention, or `why_no_ring`."""
+    if why_no_ring(graph, members):
         return None
     index = next(i for i in members if graph.ops[i].target in (_ATTENTION, _SINKS))
     op = graph.ops[index]
@@ -114,7 +114,7 @@ def find_ring(graph: Graph, members: Sequence[int], outputs: Sequence[str]) -> R
     return None
 
 
-def lacks_ring(graph: Graph, members: Sequence[int]) -> str:
+def why_no_ring(graph: Graph, members: Sequence[int]) -> str:
     """Why a block with these operators cannot go round a ring; nothing if it can."""
     found = [i for i in members if graph.ops[i].target in (_ATTENTION, _SINKS)]
     if len(found) != 1:

@@ -114,7 +114,7 @@ class RingVjp:
         places = [arg.key for arg in self._attention.args if isinstance(arg, At)]
         made = [table[place] for place in places[:3]]
         self._edges = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in made]
-        self._query = made[0].detach()
+        self._query = made[0].detach().transpose(1, 2).contiguous().transpose(1, 2)  # apart from what it was part of
         self._sinks_at: Key | None = places[3] if whole.graph.ops[self._ring.op].target == SINKS else None
         self._sinks = None if self._sinks_at is None else table[self._sinks_at].detach()
         self._of_sinks: Tensor | None = None
@@ -200,15 +200,16 @@ class RingVjp:
             self._result, self._sums = result, sums
             return
         both = torch.logaddexp(self._sums, sums)
-        old, new = ((part - both).exp().unsqueeze(-1).to(result.dtype) for part in (self._sums, sums))
-        self._result, self._sums = self._result * old + result * new, both
+        for part, own in ((self._result, self._sums), (result, sums)):  # both are this ring's own: in place
+            part.mul_((own - both).exp_().unsqueeze(-1))
+        self._result, self._sums = self._result.add_(result), both
 
     def _finish(self) -> tuple[Tensor, ...]:
         """The results with all keys, and what comes behind attention."""
         assert self._result is not None and self._sums is not None
         if self._sinks is not None:
             whole = torch.logaddexp(self._sums, self._sinks.to(self._sums.dtype).view(1, -1, 1))
-            self._result = self._result * (self._sums - whole).exp().unsqueeze(-1).to(self._result.dtype)
+            self._result = self._result.mul_((self._sums - whole).exp_().unsqueeze(-1))
             self._sums = whole
         self._result = self._result.to(self._query.dtype)
         table: dict[Key, Tensor] = {}
