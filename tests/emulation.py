@@ -31,6 +31,7 @@ from torch import Tensor
 from planloom.blocks import BlockGraph
 from planloom.collective import Step
 from planloom.execute import LocalRun, RunVjp, compute_given, local_slice
+from planloom.execute.ring_attention import LocalTurn, Rings
 from planloom.layout import Box
 from planloom.program import (
     Accumulate,
@@ -55,7 +56,7 @@ from planloom.program import (
 )
 
 Place = tuple[Buffer, int]
-LocalRuns = dict[tuple[int, int], LocalRun]
+LocalRuns = dict[tuple[int, int], LocalRun | LocalTurn]
 Result = TypeVar("Result")
 
 
@@ -116,6 +117,7 @@ class Emulation:
         self._local_runs = {} if local_runs is None else local_runs
         self._memory: dict[int, dict[Place, _Cell]] = {device: {} for device in program.devices}
         self._saved: dict[tuple[int, int, int], tuple[RunVjp, list[Buffer]]] = {}
+        self._rings = {device: Rings() for device in program.devices}
         self._put_off: dict[tuple[int, int, int], list[Tensor | None]] = {}
         self._further: dict[tuple[str, int, str], Tensor] = {}
         self._in_flight: dict[tuple[int, Place], list[_InFlight]] = {}
@@ -269,6 +271,8 @@ class Emulation:
             self._set(device, self._place(buffer, micro), value)
 
         match instruction:
+            case Forward() | Backward() if isinstance(self._local_run(s, device, instruction.run), LocalTurn):
+                self._turn(s, device, instruction, micro)
             case Forward(run=run, inputs=inputs, outputs=outputs, saves=saves, again=again):
                 local, values = self._local_run(s, device, run), [get(buffer) for buffer in inputs]
                 for slot, value in zip(self.program.runs[run].inputs, values, strict=True):
@@ -346,10 +350,31 @@ class Emulation:
             case _:
                 raise AssertionError(instruction)
 
-    def _local_run(self, s: int, device: int, run: int) -> LocalRun:
+    def _turn(self, s: int, device: int, instruction: Forward | Backward, micro: int) -> None:
+        """A turn of a ring: what the ring holds meanwhile is no buffer."""
+        local, rings = self._local_run(s, device, instruction.run), self._rings[device]
+        assert isinstance(local, LocalTurn)
+        if isinstance(instruction, Forward):
+            values = [self._get(device, buffer, micro) for buffer in instruction.inputs]
+            saves = instruction.saves
+            made: Sequence[Tensor | None] = _checked(
+                lambda: rings.forward(local, values, self._given, micro, saves=saves)
+            )
+        else:
+            taken = [None if b is None else self._get(device, b, micro) for b in instruction.cotangents]
+            held = [self._get(device, buffer, micro) for buffer in instruction.again]
+            made = _checked(lambda: rings.backward(local, taken, held, micro))
+        for buffer, value in zip(instruction.outputs, made, strict=True):
+            if buffer is not None:
+                assert value is not None
+                self._set(device, self._place(buffer, micro), value)
+
+    def _local_run(self, s: int, device: int, run: int) -> LocalRun | LocalTurn:
         if (device, run) not in self._local_runs:
             at, num_micro = self.program.stages[s].mesh.coordinates(device), self.program.num_micro_batches
-            self._local_runs[device, run] = LocalRun(self.blocks, self.program.runs[run], at, num_micro=num_micro)
+            of = self.program.runs[run]
+            make = LocalRun if of.turn is None else LocalTurn
+            self._local_runs[device, run] = make(self.blocks, of, at, num_micro=num_micro)
         return self._local_runs[device, run]
 
     # -- communication
@@ -551,6 +576,8 @@ def _of_group(step: Step, given: list[Tensor]) -> list[Tensor]:
             return [_piece(whole, step, position) for position in range(n)]
         case "slice":
             return [_piece(given[position], step, position) for position in range(n)]
+        case "rotate":
+            return [given[position - 1] for position in range(n)]
         case "mask":
             return [given[0], *(torch.zeros_like(array) for array in given[1:])]
     raise AssertionError(step.kind)

@@ -28,6 +28,7 @@ from planloom.blocks import BlockGraph
 from planloom.collective import StepKind
 from planloom.graph import Arg
 from planloom.program import Program, Run, StageProgram, piece_of
+from planloom.program.operations import ops_of
 
 Phase = Literal["forward", "backward"]
 
@@ -54,7 +55,10 @@ def run_fingerprint(blocks: BlockGraph, program: Program, run: Run) -> str:
     for part in run.blocks:
         block = blocks.blocks[part.block]
         piece = piece_of(block, part, coordinates, program.num_micro_batches)
-        for index in block.ops:
+        turn = part.turn
+        if turn is not None:  # all turns but the first and the last are alike
+            lines.append(["turn", min(turn.number, 1), turn.is_last])
+        for index in ops_of(blocks, part):
             op = graph.ops[index]
             tensors = []
             for name in (*op.inputs, *op.outputs):

@@ -146,7 +146,11 @@ class Prices:
     def _class(self, program: Program, run: Run) -> object:
         """Equal for runs with equal work: those of the same place in equal segments, split alike."""
         parts = tuple(
-            (self._places[part.block], tuple((dim, tuple(d.size for d in ds)) for dim, ds in part.splits))
+            (
+                self._places[part.block],
+                tuple((dim, tuple(d.size for d in ds)) for dim, ds in part.splits),
+                None if part.turn is None else (min(part.turn.number, 1), part.turn.is_last),
+            )
             for part in run.blocks
         )
         return program.num_micro_batches, parts, tuple(slot.cotangent is None for slot in run.inputs)

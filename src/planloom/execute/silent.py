@@ -59,7 +59,7 @@ class SilentWire(Wire):
         position = group.index(self.device)
         holds = tuple(array.shape) == tuple(sizes)
         match step.kind:
-            case "all_reduce" | "reduce":
+            case "all_reduce" | "reduce" | "rotate":
                 return array.contiguous()  # as what arrives is
             case "broadcast":
                 return array.contiguous() if holds else array.new_ones(sizes)

@@ -39,6 +39,7 @@ from planloom.program.connect import Connections
 from planloom.program.gradients import Gradients, junction
 from planloom.program.loops import LoopWriter, find_loops
 from planloom.program.recompute import Recomputation, find_recomputations, masks_of, runs_with_backward
+from planloom.program.rings import RingWriter, open_rings
 from planloom.program.schedule import Part, Ways
 from planloom.program.storage import is_gathered, is_scattered, store_parameters
 from planloom.program.transform import Splits
@@ -106,10 +107,11 @@ class _Builder:
 
     def __init__(self, splits: Splits, runs: tuple[Run, ...], ways: Ways, price: DigitsPrice) -> None:
         self.splits, self.ways = splits, ways
-        self.runs = list(runs)
-        """The runs of stages at home, then those of copies and of other moments."""
         self.loops, self.base = find_loops(splits, runs)
         """The runs of stages at home; a scope is one run."""
+        self.whole = {run.index: run for run in self.base}
+        self.runs, self.rings = open_rings(splits, runs)
+        """The runs of stages at home, then those of copies and of other moments; the runs of blocks that go round."""
         self.graph = splits.blocks.graph
         self.parameters = store_parameters(splits)
         self.stages = [StageBodies() for _ in splits.plan.groups]
@@ -147,15 +149,14 @@ class _Builder:
             )
 
     def build(self) -> None:
-        base = self.base
         for way, homes in enumerate(self.ways.homes):
-            self.imports = self._find_imports(base, homes)
-            for run in base:
+            self.imports = self._find_imports(self.base, homes)
+            for run in self.base:
                 self._enter(way, homes, run)
-                self._forward(run, self._copy(run))
-            for run in reversed(base):
+                self._forward(run, self._opened(run))
+            for run in reversed(self.base):
                 self._enter(way, homes, run)
-                self._backward(run, self._copy(run))
+                self._backward(run, self._opened(run))
             for part in self._parts(way):
                 part.gradient_body.extend(part.delayed)
                 part.delayed = []
@@ -221,6 +222,10 @@ class _Builder:
             self.runs.append(replace(run, index=len(self.runs), stage=self.group, moment=moment))
         return self.runs[self.copies[key]]
 
+    def _opened(self, base: Run) -> Run:
+        """What a run is begun with on the group of the present part: a scope, or what opens a ring, or itself."""
+        return self._copy(base if base.index in self.loops else self.runs[base.index])
+
     def _loop(self, base: Run, inputs: Sequence[Buffer]) -> LoopWriter:
         return LoopWriter(
             loop=self.loops[base.index],
@@ -235,6 +240,7 @@ class _Builder:
         self,
         body: list[Instruction],
         run: Run,
+        base: Run,
         inputs: list[Buffer],
         outputs: tuple[Buffer, ...],
         *,
@@ -243,7 +249,10 @@ class _Builder:
         is_read: bool = True,
     ) -> None:
         """Write a forward; `is_read`: else nobody reads what it makes, and what it saves is all that it is for."""
-        if run.index not in self.loops:
+        if base.index in self.rings:
+            self._ring(base, again=again).forward(body, tuple(inputs), outputs, saves=saves, again=again)
+            return
+        if base.index not in self.loops:
             body.append(Forward(run=run.index, inputs=tuple(inputs), outputs=outputs, saves=saves, again=again))
             return
         recomputes = self.loops[run.index].scope.axis.recompute
@@ -262,6 +271,11 @@ class _Builder:
                     imports.setdefault((slot.tensor, group), (run.index, slot))
         return imports
 
+    def _ring(self, base: Run, *, again: bool = False) -> RingWriter:
+        """The ring of a block that goes round, on the present group; recomputed, it has buffers of its own."""
+        runs, name = tuple(map(self._copy, self.rings[base.index])), f" of ring {base.index}" + " again" * again
+        return RingWriter(runs=runs, mesh=self.splits.plan.groups[self.group], name=name)
+
     # -- forward
 
     def _forward(self, base: Run, run: Run) -> None:
@@ -275,11 +289,11 @@ class _Builder:
             else gathered.get((slot.tensor, slot.layout)) or self._parameter(slot)
             for slot in run.inputs
         ]
-        outputs = tuple(Buffer(name=slot.tensor, indexed=True) for slot in run.outputs)
+        outputs = tuple(Buffer(name=slot.tensor, indexed=True) for slot in base.outputs)
         saves = base.index in self.with_backward and base.index not in self.recomputed
-        self._run(body, run, inputs, outputs, saves=saves)
+        self._run(body, run, base, inputs, outputs, saves=saves)
         body += [Free(buffer=buffer) for buffer in gathered.values()]
-        for slot, buffer in zip(run.outputs, outputs, strict=True):
+        for slot, buffer in zip(base.outputs, outputs, strict=True):
             self.arrived[slot.tensor, slot.layout] = buffer
             if slot.tensor == self.graph.loss:
                 body.append(Accumulate(tensor=slot.tensor, target=_LOSS_TOTAL, source=buffer))
@@ -378,8 +392,8 @@ class _Builder:
     # -- recompute
 
     def _at_home(self, index: int) -> Run:
-        """A run of a stage at home, or the one that a loop is from outside."""
-        return self.loops[index].outside if index in self.loops else self.runs[index]
+        """A run of a stage at home; of a loop or ring the one that it is from outside."""
+        return self.whole[index]
 
     def _recompute(self, what: Recomputation) -> None:
         """Carry out again what the backwards of a segment need.
@@ -393,7 +407,7 @@ class _Builder:
             for slot in self._at_home(index).inputs
         }
         for index in what.runs:
-            self._forward_again(self._copy(self._at_home(index)), index in what.saving, again, last_use)
+            self._forward_again(self._at_home(index), index in what.saving, again, last_use)
         if not part.is_split:
             again.body.extend(part.delayed)
             part.delayed = []
@@ -402,9 +416,9 @@ class _Builder:
             at = next((i for i, found in enumerate(part.backward) if isinstance(found, Receive)), at)
         part.backward[at:at] = again.body
 
-    def _forward_again(self, run: Run, saves: bool, again: _Again, last_use: dict[Use, int]) -> None:
+    def _forward_again(self, base: Run, saves: bool, again: _Again, last_use: dict[Use, int]) -> None:
         """One run; parameters that were gathered for it are held for its backward."""
-        held, body = self.part.held, again.body
+        run, held, body = self._opened(base), self.part.held, again.body
         gathered = self._gather(run, body, held)
         held.update((use, (buffer, last_use[use])) for use, buffer in gathered.items() if use in last_use)
         inputs = []
@@ -416,13 +430,13 @@ class _Builder:
                 inputs.append(held[use][0])
             else:
                 inputs.append(gathered.get(use) or self._parameter(slot))
-        outputs = tuple(Buffer(name=again.what.name(slot.tensor), indexed=True) for slot in run.outputs)
-        made = {slot.tensor for slot in run.outputs}
+        outputs = tuple(Buffer(name=again.what.name(slot.tensor), indexed=True) for slot in base.outputs)
+        made = {slot.tensor for slot in base.outputs}
         is_read = any(slot.tensor in made for index in again.what.runs for slot in self._at_home(index).inputs)
-        self._run(body, run, inputs, outputs, saves=saves, again=True, is_read=is_read)
+        self._run(body, run, base, inputs, outputs, saves=saves, again=True, is_read=is_read)
         body += [Free(buffer=buffer) for use, buffer in gathered.items() if use not in held]
         again.values.update(
-            ((slot.tensor, slot.layout), buffer) for slot, buffer in zip(run.outputs, outputs, strict=True)
+            ((slot.tensor, slot.layout), buffer) for slot, buffer in zip(base.outputs, outputs, strict=True)
         )
 
     def _value_again(self, slot: Slot, again: _Again) -> Buffer:
@@ -458,7 +472,7 @@ class _Builder:
         part, body = self.part, self.part.backward
         if base.index in self.recomputed_before:
             self._recompute(self.recomputed_before[base.index])
-        cotangents = [self._output_cotangent(slot) for slot in run.outputs]
+        cotangents = [self._output_cotangent(slot) for slot in base.outputs]
         if not any(cotangents):
             return
         gathered = self._gather(run, body, part.held)
@@ -469,11 +483,15 @@ class _Builder:
         of_parameters = tuple(
             buffer if slot.tensor in self.parameters else None for slot, buffer in zip(run.inputs, outputs, strict=True)
         )
-        is_split = part.is_split and any(of_parameters) and base.index not in self.loops
+        is_whole = base.index in self.loops or base.index in self.rings
+        is_split = part.is_split and any(of_parameters) and not is_whole
         now = tuple(None if is_split and of else buffer for buffer, of in zip(outputs, of_parameters, strict=True))
         if base.index in self.loops:
             inputs = self._entered_again(base, gathered)
             body += self._loop(base, inputs).backward(cotangents, outputs)
+        elif base.index in self.rings:
+            ring = self._ring(base, again=base.index in self.recomputed)
+            self.role.early.update(ring.backward(body, tuple(cotangents), now))
         else:
             body.append(Backward(run=run.index, cotangents=tuple(cotangents), outputs=now, is_split=is_split))
         done = [use for use, (_, last) in part.held.items() if last == base.index]

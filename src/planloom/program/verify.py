@@ -21,6 +21,7 @@ from planloom.layout import Box
 from planloom.program.completeness import Completeness
 from planloom.program.likeness import counted, goes_through, representatives, with_micro_batches
 from planloom.program.schedule import Line, interleave
+from planloom.program.symbolic_rings import RingSymbols, SymbolicTurn
 from planloom.program.symbolic_runs import RunError, SymbolicRun
 from planloom.program.symbolic_steps import StepError, apply_steps, extract, join_messages, join_pieces
 from planloom.program.symbols import SEED, STORED, Symbol, added
@@ -103,6 +104,8 @@ class _Interpreter:
         self.memory: dict[int, dict[Place, Symbol]] = {device: {} for device in program.devices}
         self.complete = Completeness(blocks=blocks, share=share)
         self.saved: dict[tuple[int, int, int], dict[Buffer, Symbol]] = {}
+        self.rings: dict[tuple[int, int, int], RingSymbols] = {}
+        """By device, block and micro-batch: what rings hold between their turns."""
         self.put_off: dict[tuple[int, int, int], dict[int, Symbol]] = {}
         """Gradients of parameters that a split backward has left to a `WeightGradient`, by slot."""
         self.sent: set[tuple[str, int]] = set()
@@ -499,7 +502,8 @@ class _Interpreter:
             return self._read(device, forward.inputs[slot], micro, tensor)
 
         try:
-            made = self._symbolic(s, device, forward.run, micro).forward(read)
+            symbolic = self._symbolic(s, device, forward.run, micro)
+            made = (self._turn(symbolic, device) if symbolic.run.turn else symbolic).forward(read)
         except RunError as error:
             raise _FaultError(error.tensor, str(error), (device,)) from None
         if forward.saves:
@@ -524,8 +528,13 @@ class _Interpreter:
             for slot, buffer in zip(run.outputs, backward.cotangents, strict=True)
             if buffer is not None
         }
+        again = [self._read(device, buffer, micro, buffer.tensor) for buffer in backward.again]
         try:
-            slots = self._symbolic(s, device, backward.run, micro).backward(cotangents)
+            symbolic = self._symbolic(s, device, backward.run, micro)
+            if symbolic.run.turn:
+                slots = self._turn(symbolic, device).backward(cotangents, again)
+            else:
+                slots = symbolic.backward(cotangents)
         except RunError as error:
             raise _FaultError(error.tensor, str(error), (device,)) from None
         if backward.is_split:
@@ -533,6 +542,10 @@ class _Interpreter:
             self.put_off[device, backward.run, micro] = left
             slots = {i: symbol for i, symbol in slots.items() if i not in left}
         self._give(device, backward, micro, slots)
+
+    def _turn(self, of: SymbolicRun, device: int) -> SymbolicTurn:
+        key = (device, of.run.blocks[0].block, of.micro)
+        return SymbolicTurn(of=of, state=self.rings.setdefault(key, RingSymbols()))
 
     def _weight_gradient(self, device: int, rest: WeightGradient, micro: int) -> None:
         left = self.put_off.pop((device, rest.run, micro), None)
