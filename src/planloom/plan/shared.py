@@ -20,6 +20,7 @@ what is one round here, and all others would wait for both.
 from collections.abc import Callable
 
 from planloom.errors import PlanError
+from planloom.plan.order_checks import sends_may_lag
 from planloom.plan.orders import Call, Orders, backward, forward, sharers
 from planloom.plan.timing import StageTimes, TimedCall, time_orders
 
@@ -43,6 +44,14 @@ def interlaced(num_stages: int, num_micro: int) -> Orders:
             calls = [*between, backward(g + 1, r - 2 * groups + 1 + g), forward(g + 1, r - g)]
             order += [call for call in calls if 0 <= call.micro < num_micro]
     return tuple(map(tuple, orders))
+
+
+def find_lags(orders: Orders, num_stages: int) -> Callable[[int, int], int]:
+    """(stage that makes cotangents, stage that takes them) → after how many micro-batches a send is awaited; or 0."""
+    if sharers(orders):
+        return cotangent_lags(orders, num_stages)
+    lag = int(sends_may_lag(orders, num_stages))
+    return lambda source, target: lag
 
 
 def cotangent_lags(orders: Orders, num_stages: int) -> Callable[[int, int], int]:
