@@ -61,16 +61,18 @@ def _require_pieces(orders: Orders, num_stages: int, num_micro: int) -> None:
             phases.setdefault((*piece, group), []).append(call.phase)
     is_inference = all(call.phase == "forward" for order in orders for call in order)
     for stage in range(num_stages):
-        for micro, group in (
-            (m, g) for m in range(num_micro) for g in shared.get(stage, (homes.get((stage, m), 0),))
-        ):
+        for micro, group in ((m, g) for m in range(num_micro) for g in shared.get(stage, (homes.get((stage, m), 0),))):
             found = phases.get((stage, micro, group), [])
             if found == ["forward"] and is_inference:
                 continue
             if len(found) != len(set(found)) or set(found) not in _WHOLE:
                 raise PlanError(
                     f"the order of stage {stage} does not call every phase of every micro-batch once"
-                    + (f" on every group that shares it ({', '.join(map(str, shared[stage]))})" if stage in shared else ""),
+                    + (
+                        f" on every group that shares it ({', '.join(map(str, shared[stage]))})"
+                        if stage in shared
+                        else ""
+                    ),
                     given=f"of micro-batch {micro}: {', '.join(found) or 'nothing'}; group {group} calls "
                     f"{shown(orders[group]) if orders else 'nothing'}",
                     required=f"forward and backward (or input-gradient and weight-gradient) of {num_micro} "

@@ -39,7 +39,8 @@ def interlaced(
 
 def shared_ends(blocks: BlockGraph) -> tuple[set[int], set[int]]:
     """The embeddings of tokens, encoder's and decoder's; the head and the loss."""
-    first = {block.index for block in blocks.blocks if block.is_source and {"vocab", "batch"} <= _kinds(block)}
+    from_inputs = blocks.graph.given_from_inputs
+    first = {b.index for b in blocks.blocks if "vocab" in _kinds(b) and b.is_source and from_inputs & set(b.given)}
     last = {block.index for block in blocks.blocks if block.name.startswith("loss") or _is_head(blocks, block)}
     if not first or not last:
         raise PlanError(
