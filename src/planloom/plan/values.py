@@ -34,9 +34,10 @@ class Plan:
     Stages with one mesh share a *device group*; groups are counted as stages first name them, those that are *shared*,
     a union of others' devices, last. The others are *roles*: `orders[g]` lists the calls of role g; an empty tuple of
     orders is not a plan. A role that calls a stage of another one holds a copy of it; a shared stage is called by all
-    roles in its mesh, each its share. `recompute`: the segments, by their numbers in `find_segments`, whose activations are recomputed in the
-    backward and not kept. `cluster`, if given, is the text of the cluster file whose links decide between collective
-    programs; else the bytes that they move do. `source`: how the model was named on the command line.
+    roles in its mesh, each its share. `recompute`: the segments, by their numbers in `find_segments`, whose
+    activations are recomputed in the backward and not kept. `cluster`, if given, is the text of the cluster file
+    whose links decide between collective programs; else the bytes that they move do. `source`: how the model was
+    named on the command line.
     """
 
     name: str

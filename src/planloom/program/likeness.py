@@ -251,8 +251,8 @@ def _through(
                 continue
             places = [place] if event.kind == "wait" else [found for found in in_flight if found[0] == buffer]
             for place in places:
-                for halves, key in in_flight.get(place, ()):
-                    while not (started.issuperset(halves) and (key is None or meetings.is_over(key))):
+                for halves, met in in_flight.get(place, ()):
+                    while not (started.issuperset(halves) and (met is None or meetings.is_over(met))):
                         yield gone_on
                         gone_on = False
                     gone_on = True

@@ -73,8 +73,8 @@ def materialize(splits: Splits, runs: tuple[Run, ...], ways: Ways, price: Digits
     plan, num_roles = splits.plan, len(splits.plan.roles)
     finished = []
     for group, stage in enumerate(builder.stages):
-        order = [call for call in plan.orders[plan.members(group)[0]] if ways.part(call).group == group]
-        finished.append((group if group >= num_roles else -1, order, *stage.finished(order, ways)))
+        own = [call for call in plan.orders[plan.members(group)[0]] if ways.part(call).group == group]
+        finished.append((group if group >= num_roles else -1, own, *stage.finished(own, ways)))
     stages = []
     for role, order in enumerate(plan.orders):
         groups = [g for g in range(len(plan.groups)) if role in plan.members(g)]

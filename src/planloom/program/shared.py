@@ -2,8 +2,8 @@
 
 A stage that lives on the union of several groups' devices has bodies of its own, written once as those of any group.
 They go into the program of every group that shares it, with buffers that are marked as the stage's own: a device of a
-group holds the group's values and its share of the shared stage's. What a share computes and sends is its devices' part;
-a collective of the shared stage has groups that span roles, and happens when all of them have started it.
+group holds the group's values and its share of the shared stage's. A share computes and sends its devices' part; a
+collective of the shared stage has groups that span roles, and happens when all of them have started it.
 
 Enter and exit of a group are its own and those of the stages that it shares, put together: in the order of each, what
 is received behind what the others send.
@@ -11,7 +11,7 @@ is received behind what the others send.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from planloom.collective import Step
 from planloom.layout import Layout, Mesh
@@ -22,9 +22,9 @@ Marked = TypeVar("Marked", bound=Instruction)
 
 def marked(instruction: Marked, group: int) -> Marked:
     """An instruction on buffers of a shared group."""
+    changed: dict[str, Any] = {}
     if isinstance(instruction, Coalesced):
-        return replace(instruction, collectives=tuple(marked(each, group) for each in instruction.collectives))
-    changed = {}
+        changed["collectives"] = tuple(marked(each, group) for each in instruction.collectives)
     for field in fields(instruction):
         value = getattr(instruction, field.name)
         if isinstance(value, Buffer):

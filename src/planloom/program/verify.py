@@ -14,7 +14,7 @@ every call of every stage and proves, or names the tensor, the instruction and t
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from planloom.blocks import BlockGraph
 from planloom.errors import VerificationError
@@ -345,7 +345,7 @@ class _Interpreter:
         """The roles that share a group."""
         return {self.role_of[device] for device in self.program.mesh_of(group).devices} if group >= 0 else set()
 
-    def _meet(self, key: Key) -> None:
+    def _meet(self, key: Any) -> None:
         """All have come: a collective happens."""
         collective, symbols = self.met.pop(key)
         try:
@@ -353,8 +353,7 @@ class _Interpreter:
             results = apply_steps(collective, symbols, combine)
         except StepError as error:
             raise _FaultError(collective.tensor, str(error), error.ranks) from None
-        target, _ = key  # type: ignore[misc]
-        self.results.update(((device, target), symbol) for device, symbol in results.items())
+        self.results.update(((device, key[0]), symbol) for device, symbol in results.items())
 
     def _take(self, devices: tuple[int, ...], collectives: Sequence[Collective], micro: int) -> None:
         """Sources that were copied at the start are forgotten, and no longer in flight."""
@@ -480,8 +479,10 @@ class _Interpreter:
         expected = {message: transfer.target_box for message, transfer in _numbered(receive.transfers)}
         started = self.sent[channel, micro]
         odd_ones = (set(sent) - set(expected)) | {key for key in set(expected) - set(sent) if key[0] in started}
-        if odd_ones or not set(expected) <= set(sent) and not self.program.shared:
-            odd = min(odd_ones or set(expected) - set(sent))
+        if not self.program.shared:
+            odd_ones |= set(expected) - set(sent)
+        if odd_ones:
+            odd = min(odd_ones)
             what = f"message {odd[2]} from {odd[0]} to {odd[1]} of channel {channel} is not matched"
             raise _FaultError(receive.tensor, what, odd[:2])
         arrived = [(sent[key], box) for key, box in expected.items() if key[1] == device]
