@@ -124,7 +124,7 @@ def changed_plan(what: str) -> Plan:
         calls = list(second)
         calls[a], calls[b] = calls[b], calls[a]
         return replace(plan, orders=(first, tuple(calls)))
-    overlapping = (*plan.meshes[:3], Mesh.of((1, 2), pp=2, dp=1, tp=1))
+    overlapping = (*plan.meshes[:3], Mesh.of((1, 2), groups=2, dp=1, tp=1))
     return replace(plan, meshes=overlapping)
 
 
@@ -154,9 +154,9 @@ def test_simulated() -> None:
     program = build_program(blocks, plan)
     timeline = simulate(program, Prices(blocks=blocks, cluster=load_cluster("two-by-two")))
     assert timeline.summary.step_seconds > 0
-    assert {event.axis for event in timeline.events if event.stream == "communication"} >= {"pp"}
+    assert {event.axis for event in timeline.events if event.stream == "communication"} == {"pp", "groups"}
     assert len(timeline.summary.memory) == 4
-    sent = [payload_bytes(blocks.graph, program, device, library="gloo")["pp"] for device in range(4)]
+    sent = [payload_bytes(blocks.graph, program, device, library="gloo")["groups"] for device in range(4)]
     assert min(sent) > 0
 
 

@@ -22,14 +22,18 @@ def interlaced(
     batch: dict[str, tuple[tuple[int, ...], str]],
     mesh: Mesh,
 ) -> Draft:
-    """Embeddings in the first stage, head and loss in the last, both on the whole mesh, with axes pp, dp and tp."""
+    """Embeddings in the first stage, head and loss in the last, both on all devices of a mesh with axes pp, dp and tp.
+
+    On them the axis pp is named `groups`: there, it is no pipeline.
+    """
     groups, (first, last) = _stage_meshes(mesh, mesh.axis("pp").size), shared_ends(blocks)
     layers = [block.index for block in blocks.blocks if block.index not in first | last]
     stage_of = dict.fromkeys(first, 0) | _in_stages(blocks, layers, len(groups)) | dict.fromkeys(last, len(groups) + 1)
     stages = tuple(stage_of[block.index] for block in blocks.blocks)
-    written = replace(draft(blocks, mesh, batch=batch), meshes=(mesh, *groups, mesh), stages=stages)
+    every = replace(mesh, axes=tuple(replace(a, name="groups") if a.name == "pp" else a for a in mesh.axes))
+    written = replace(draft(blocks, every, batch=batch), meshes=(every, *groups, every), stages=stages)
     written = _tensor_parallel(written, NamedPlan(tp=mesh.axis("tp").size))
-    over = tuple(name for name in ("pp", "tp") if mesh.axis(name).size > 1)
+    over = tuple(name for name in ("groups", "tp") if every.axis(name).size > 1)
     for block in (blocks.blocks[index] for index in sorted(first | last)):
         dim = next((dim.name for dim in block.dims if dim.name in ("vocab", "out")), "")
         written = written.split(block.name, **{dim: over}) if dim and over else written
