@@ -7,6 +7,7 @@ from planloom.blocks import BlockGraph, find_segments
 from planloom.errors import PlanError
 from planloom.layout import Mesh
 from planloom.plan.order_checks import require_orders
+from planloom.plan.orders import sharers
 from planloom.plan.times import require_times
 from planloom.plan.values import Plan, StorageKind
 
@@ -42,7 +43,7 @@ def _require_counts(plan: Plan, blocks: BlockGraph) -> None:
     for what, found, needed in (
         ("stages", len(plan.stages), num_blocks),
         ("strategies", len(plan.strategies), num_blocks),
-        ("orders", len(plan.orders), len(plan.groups)),
+        ("orders", len(plan.orders), len(plan.roles)),
     ):
         if found != needed:
             unit = "blocks" if what != "orders" else "device groups"
@@ -143,8 +144,17 @@ def _require_stages(plan: Plan, blocks: BlockGraph) -> None:
         raise PlanError(
             "two stages share a device, but not their mesh",
             given=str([mesh.devices for mesh in plan.meshes]),
-            required="stages on disjoint devices, or on one and the same mesh",
+            required="stages on disjoint devices, on one and the same mesh, or one on the union of others' meshes",
         )
+    for group in range(len(plan.roles), len(plan.groups)):
+        covered = {device for role in plan.members(group) for device in plan.roles[role].devices}
+        if covered != set(plan.groups[group].devices):
+            raise PlanError(
+                "a shared stage lies on devices that no other stage has",
+                given=f"devices {plan.groups[group].devices}",
+                required="a union of whole device groups of other stages",
+                todo="leave these devices out, or assign them blocks of their own",
+            )
     for block in blocks.blocks:
         for tensor in block.inputs:
             source = blocks.producer[tensor]
@@ -180,10 +190,20 @@ def _require_recompute(plan: Plan, blocks: BlockGraph) -> None:
 
 def _require_orders(plan: Plan) -> None:
     require_orders(plan.orders, len(plan.meshes), plan.num_micro_batches)
+    called_by = sharers(plan.orders)
+    for stage in range(len(plan.meshes)):
+        members = plan.members(plan.group_of(stage))
+        callers = called_by.get(stage, members[:1] if len(members) > 1 else members)
+        if callers != members:
+            raise PlanError(
+                f"stage {stage} lies on the devices of {len(members)} groups and is called by others",
+                given=f"groups {', '.join(map(str, callers))}",
+                required=f"groups {', '.join(map(str, members))}: each calls its share of every piece",
+            )
     for group, order in enumerate(plan.orders):
         for stage in dict.fromkeys(call.stage for call in order):
             own, other = plan.meshes[stage], plan.groups[group]
-            if plan.group_of(stage) != group and own.axes != other.axes:
+            if group not in plan.members(plan.group_of(stage)) and own.axes != other.axes:
                 raise PlanError(
                     f"device group {group} cannot hold a copy of stage {stage}",
                     given=f"axes {_axes(other)}",

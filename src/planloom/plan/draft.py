@@ -28,7 +28,7 @@ from planloom.plan.checks import require_plan
 from planloom.plan.order_checks import require_held
 from planloom.plan.orders import Call, OrderFunction
 from planloom.plan.schedules import home_groups, orders_of, schedule_name
-from planloom.plan.values import Plan, Storage, StorageKind, TimeAxis, TimeOrder, device_groups
+from planloom.plan.values import Plan, Storage, StorageKind, TimeAxis, TimeOrder, device_groups, num_roles
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -199,7 +199,10 @@ class Draft:
     def _orders(self) -> tuple[tuple[Call, ...], ...]:
         if self.orders:
             return self.orders
-        num_stages, num_groups = len(self.meshes), len(device_groups(self.meshes)[0])
+        num_stages, groups = len(self.meshes), device_groups(self.meshes)[0]
+        num_groups = num_roles(groups)
+        if num_groups < len(groups):  # which stages are shared is for the schedule to say
+            return orders_of(self.order_function or self.schedule, num_stages, self.num_micro_batches)
         if num_stages % num_groups:
             raise PlanError(
                 "a named schedule puts equally many stages on every device group",

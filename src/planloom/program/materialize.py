@@ -32,15 +32,16 @@ from planloom.collective import DigitsPrice
 from planloom.errors import PlanError
 from planloom.layout import Layout
 from planloom.plan import Plan
-from planloom.plan.order_checks import sends_may_lag
 from planloom.plan.orders import Phase
-from planloom.program.bodies import PartBodies, StageBodies, Use
+from planloom.plan.shared import find_lags
+from planloom.program.bodies import PartBodies, StageBodies, Use, of_role
 from planloom.program.connect import Connections
 from planloom.program.gradients import Gradients, junction
 from planloom.program.loops import LoopWriter, find_loops
 from planloom.program.recompute import Recomputation, find_recomputations, masks_of, runs_with_backward
 from planloom.program.rings import RingWriter, open_rings
 from planloom.program.schedule import Part, Ways
+from planloom.program.shared import spread
 from planloom.program.storage import is_gathered, is_scattered, store_parameters
 from planloom.program.transform import Splits
 from planloom.program.values import (
@@ -57,6 +58,7 @@ from planloom.program.values import (
     Seed,
     Slot,
     StageProgram,
+    StoredParameter,
     Sum,
     Wait,
     WeightGradient,
@@ -70,17 +72,19 @@ def materialize(splits: Splits, runs: tuple[Run, ...], ways: Ways, price: Digits
     """The program of all device groups."""
     builder = _Builder(splits, runs, ways, price)
     builder.build()
-    plan = splits.plan
-    stages = []
+    plan, num_roles = splits.plan, len(splits.plan.roles)
+    finished = []
     for group, stage in enumerate(builder.stages):
-        bodies, calls = stage.finished(plan.orders[group], ways)
-        parameters = tuple(
-            replace(p, gathers=tuple(sorted(stage.gathers.get(p.name, ()))))
-            for p in builder.parameters.values()
-            if p.stage == group
-        )
+        own = [call for call in plan.orders[plan.members(group)[0]] if ways.part(call).group == group]
+        finished.append((group if group >= num_roles else -1, own, *stage.finished(own, ways)))
+    stages = []
+    for role, order in enumerate(plan.orders):
+        groups = [g for g in range(len(plan.groups)) if role in plan.members(g)]
+        bodies, calls = of_role(order, [finished[g] for g in groups])
+        parameters = tuple(p for g in groups for p in builder.stored(g))
+        loss = replace(LOSS, of=builder.loss_group) if builder.loss_group in groups[1:] else LOSS
         stages.append(
-            StageProgram(mesh=plan.groups[group], bodies=bodies, calls=calls, parameters=parameters, loss=LOSS)
+            StageProgram(mesh=plan.groups[role], bodies=bodies, calls=calls, parameters=parameters, loss=loss)
         )
     return Program(
         plan_name=plan.name,
@@ -88,6 +92,7 @@ def materialize(splits: Splits, runs: tuple[Run, ...], ways: Ways, price: Digits
         stages=tuple(stages),
         runs=tuple(builder.runs),
         trains=builder.trains,
+        shared=plan.groups[num_roles:],
     )
 
 
@@ -129,7 +134,7 @@ class _Builder:
         """By the run whose backward is the first to need it."""
         self.recomputed = frozenset(index for found in recomputations for index in found.saving)
         self.masks = masks_of(self.graph)
-        self.may_lag = sends_may_lag(splits.plan.orders, len(splits.plan.meshes))
+        self.lag = find_lags(splits.plan.orders, len(splits.plan.meshes))
         self.copies: dict[tuple[int, int, int], int] = {}
         self.imports: dict[tuple[str, int], tuple[int, Slot]] = {}
         phases = _phases(splits.plan, ways)
@@ -166,6 +171,22 @@ class _Builder:
             if self.trains:
                 self.gradients.update(s, self._stages_of_parameters())
         self._loss()
+
+    @property
+    def loss_group(self) -> int:
+        """The group of the stage that makes the loss."""
+        return self.made[self.graph.loss][0].stage
+
+    def stored(self, group: int) -> list[StoredParameter]:
+        """A group's parameters; of a shared one, in buffers of its own."""
+        found = []
+        for p in self.parameters.values():
+            if p.stage == group:
+                of = group if group >= self.ways.num_roles else -1
+                gathers = sorted(self.stages[group].gathers.get(p.name, ()))
+                own = tuple(replace(buffer, of=of) for buffer in gathers)
+                found.append(replace(p, buffer=replace(p.buffer, of=of), gathers=own))
+        return found
 
     def _parts(self, way: int) -> list[PartBodies]:
         return [body for stage in self.stages for part, body in stage.parts.items() if part.way == way]
@@ -303,21 +324,28 @@ class _Builder:
         """What this run is the first of its group to read from another one: both halves of the exchange."""
         for (tensor, group), (first, slot) in self.imports.items():
             if group == self.group and first == base.index:
-                whole, source = self.made[tensor][1].layout.completed(), self._other(tensor)
+                source = self._other(tensor)
+                whole = self._passed(source.part.group, slot, self.made[tensor][1].layout.completed())
                 exported = self.stages[source.part.group].arrived[source.part.way][tensor, whole]
                 received = Buffer(name=f"{tensor}:received", indexed=True)
                 self.connections.exchange(
                     slot,
                     (source.part.group, source.forward, exported, whole),
-                    (group, self.part.forward, received, slot.layout),
+                    (group, self.part.forward, received, self._passed(group, slot, slot.layout)),
                 )
-                self.arrived[tensor, slot.layout] = received
+                self.arrived[tensor, self._passed(group, slot, slot.layout)] = received
+
+    def _passed(self, group: int, slot: Slot, layout: Layout) -> Layout:
+        """The layout in which a group sends or receives what it holds in this one: a shared group spreads it."""
+        if group < self.ways.num_roles:
+            return layout
+        return spread(layout, slot.sizes, self.splits.plan.groups[group])
 
     def _export(self, slot: Slot, buffer: Buffer) -> None:
         """Complete what another group reads, and await its sends in the backward."""
         if all(tensor != slot.tensor for tensor, _ in self.imports):
             return
-        whole = slot.layout.completed()
+        whole = self._passed(self.group, slot, slot.layout.completed())
         if (slot.tensor, whole) not in self.arrived:
             name = f"{slot.tensor}:complete"
             self.arrived[slot.tensor, whole] = self.connections.change(
@@ -552,17 +580,19 @@ class _Builder:
         completed: list[tuple[str, Slot, Buffer]] = []
         for (tensor, group), (first, slot) in self.imports.items():
             if group == self.group and first == base.index and tensor in self.cotangents:
-                completed.append((tensor, slot, self._junction(slot, self.cotangents[tensor], slot.layout)))
-        if self.may_lag:
-            self.part.backward += [Wait(buffer=complete, lag=1, free=True) for *_, complete in completed]
+                sent = self._passed(group, slot, slot.layout)
+                completed.append((tensor, slot, self._junction(slot, self.cotangents[tensor], sent)))
+        for tensor, _, complete in completed:
+            lag = self.lag(self.part.part.stage, self._other(tensor).part.stage)
+            self.part.backward += [Wait(buffer=complete, lag=lag, free=True)] if lag else []
         for tensor, slot, complete in completed:
             made, source = self.made[tensor][1], self._other(tensor)
             assert made.cotangent is not None
-            whole = made.cotangent.completed()
+            whole = self._passed(source.part.group, slot, made.cotangent.completed())
             received = Buffer(name=f"{tensor}:from{self.group}", indexed=True)
             self.connections.exchange(
                 slot,
-                (self.group, self.part.backward, complete, slot.layout),
+                (self.group, self.part.backward, complete, self._passed(self.group, slot, slot.layout)),
                 (source.part.group, source.backward, received, whole),
             )
             self._await_at_the_end(complete)
@@ -591,10 +621,10 @@ class _Builder:
         if parts != [LOSS]:
             home.exit.append(Sum(tensor=slot.tensor, target=LOSS, sources=tuple(parts)))
         home.exit += [Free(buffer=part) for part in dict.fromkeys((*parts, _LOSS_TOTAL)) if part != LOSS]
-        for s, other in enumerate(self.stages):
-            if s != run.stage:
-                self.connections.exchange(slot, (run.stage, home.exit, LOSS, whole), (s, other.exit, LOSS, whole))
-        if len(self.stages) > 1:
+        told = [s for s in range(self.ways.num_roles) if s not in self.splits.plan.members(run.stage)]
+        for s in told:
+            self.connections.exchange(slot, (run.stage, home.exit, LOSS, whole), (s, self.stages[s].exit, LOSS, whole))
+        if told:
             home.exit.append(Wait(buffer=LOSS))
 
 

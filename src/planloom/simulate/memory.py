@@ -59,7 +59,7 @@ from planloom.simulate.weight_memory import weight_gradient_needs
 PARTS = ("parameters", "optimizer", "gradients", "activations", "temporaries", "communication", "inputs")
 _NUM_MOMENTS = 2
 _WALKED = 3
-"""Calls of a body after which the next are alike."""
+"""Calls of a body after which the next are alike; more where sends are awaited more than one micro-batch later."""
 
 Place = tuple[Buffer, int]
 Bytes = dict[str, int]
@@ -99,7 +99,7 @@ def role_memory(program: Program, stage: int, prices: Prices, sizes: Mapping[Buf
     rises = {kind: sum(memory.peak.values()) for kind, memory in kinds.items()}
     added = {kind: [(part, count) for part, count in memory.added.items() if count] for kind, memory in kinds.items()}
     most = sum(live.values())
-    for call, kind in zip(own.calls, _kinds(own.calls), strict=True):
+    for call, kind in zip(own.calls, _kinds(own.calls, _num_walked(own)), strict=True):
         memory, reached = kinds[kind], sum(live.values()) + rises[kind]
         if reached > most:
             peak, most = _plus(live, memory.peak), reached
@@ -110,12 +110,17 @@ def role_memory(program: Program, stage: int, prices: Prices, sizes: Mapping[Buf
     return RoleMemory(devices=own.mesh.devices, peak_bytes=sum(parts.values()), parts=parts, when=when)
 
 
-def _kinds(calls: Sequence[BodyCall]) -> list[tuple[str, int]]:
-    """(body, how manieth call of it, at most `_WALKED`)."""
+def _num_walked(stage: StageProgram) -> int:
+    lags = (i.lag for body in stage.bodies.values() for i in body if isinstance(i, Wait))
+    return max(_WALKED, 2 + max(lags, default=0))
+
+
+def _kinds(calls: Sequence[BodyCall], num_walked: int) -> list[tuple[str, int]]:
+    """(body, how manieth call of it, at most so many)."""
     counts: dict[str, int] = {}
     kinds = []
     for call in calls:
-        kinds.append((call.body, min(counts.get(call.body, 0), _WALKED - 1)))
+        kinds.append((call.body, min(counts.get(call.body, 0), num_walked - 1)))
         counts[call.body] = counts.get(call.body, 0) + 1
     return kinds
 
@@ -153,12 +158,12 @@ class _Walk:
     def kinds_of_calls(self) -> dict[tuple[str, int], _CallMemory]:
         """Every kind of call that occurs, walked in a plain order: each micro-batch forward and backward."""
         found: dict[tuple[str, int], _CallMemory] = {}
-        counts: dict[str, int] = {}
-        for call in _plain_order(self.stage):
+        counts, num_walked = dict[str, int](), _num_walked(self.stage)
+        for call in _plain_order(self.stage, num_walked):
             kind = (call.body, counts.get(call.body, 0))
             counts[call.body] = kind[1] + 1
             memory = self._walk(call)
-            if kind[1] < _WALKED:
+            if kind[1] < num_walked:
                 found[kind] = memory
         return found
 
@@ -436,13 +441,13 @@ def given_bytes(graph: Graph) -> int:
     )
 
 
-def _plain_order(stage: StageProgram) -> list[BodyCall]:
+def _plain_order(stage: StageProgram, num_walked: int) -> list[BodyCall]:
     """The calls of the first micro-batches of every body, one micro-batch after another, and of the last ones."""
     counts: dict[str, int] = {}
     walked: dict[int, None] = {}
     for call in stage.calls:
         counts[call.body] = counts.get(call.body, 0) + 1
-        if call.micro >= 0 and (counts[call.body] <= _WALKED or is_last(call.body)):
+        if call.micro >= 0 and (counts[call.body] <= num_walked or is_last(call.body)):
             walked[call.micro] = None
     of_micro: dict[int, list[BodyCall]] = {micro: [] for micro in sorted(walked)}
     around = [call for call in stage.calls if call.micro < 0]

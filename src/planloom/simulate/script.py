@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Protocol
 
+from planloom.collective import Step
 from planloom.cost import Price, Prices
 from planloom.cost.prices import Source
 from planloom.cost.segments import BodySegment
@@ -37,6 +38,7 @@ from planloom.program import (
     Send,
     Sum,
     Take,
+    Transfer,
     Update,
     Wait,
     WeightGradient,
@@ -77,7 +79,7 @@ class Busy:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """A collective, or several as one, with what it loads."""
+    """A collective, or several as one, with what it loads; `roles`: those that start it, each where it comes to it."""
 
     name: str
     axis: str
@@ -85,6 +87,7 @@ class Begin:
     lane: object
     targets: tuple[Key, ...]
     loads: Loads
+    roles: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +144,7 @@ class ScriptWriter:
         self.deviation = 0.0
         """Seconds of standard deviation of all prices, each counted once."""
         self.priced = 0.0
-        self._axes: dict[tuple[int, int], str] = {}
+        self._axes: dict[int, str] = {}
         self._lanes: dict[frozenset[frozenset[int]], int] = {}
         self._lane_of: dict[int, int] = {}
         self._numbers: dict[Buffer, int] = {}
@@ -215,14 +218,13 @@ class ScriptWriter:
                     items.append(self._busy("Update", self._seen(self.prices.update(self.program, s))))
                 case Send(channel=channel, source=source, transfers=transfers):
                     item_bytes = self.graph.tensors[instruction.tensor].item_bytes
-                    price = self._seen(self.prices.exchange(transfers, item_bytes))
-                    peer = self._stage_of[transfers[0].target]
-                    loads = self.links.of_exchange(s, peer, price, transfers)
-                    items.append(Half(channel, peer, (self._key(source),), True, price.seconds, loads))
+                    for name, peer, part in self._with_each_peer(s, channel, transfers, is_send=True):
+                        price = self._seen(self.prices.exchange(part, item_bytes))
+                        loads = self.links.of_exchange(s, peer, price, part)
+                        items.append(Half(name, peer, (self._key(source),), True, price.seconds, loads))
                 case Receive(channel=channel, target=target, transfers=transfers):
-                    items.append(
-                        Half(channel, self._stage_of[transfers[0].source], (self._key(target),), False, 0.0, {})
-                    )
+                    for name, peer, _ in self._with_each_peer(s, channel, transfers, is_send=False):
+                        items.append(Half(name, peer, (self._key(target),), False, 0.0, {}))
                 case Wait(buffer=buffer):
                     wait = Await(self._key(buffer), instruction.lag, instruction.every)
                     items += [wait] if buffer not in at_once else []
@@ -272,10 +274,34 @@ class ScriptWriter:
             packed.append(self._busy("Pack", price))
         communicating = [step for step in steps if not step.is_local]
         name = " + ".join(step.kind for step in communicating)
-        axes = [self._axis(s, step.groups) for step in communicating]
-        lane = (s, self._lane(communicating[0].groups))
-        loads = self.links.of_collective(s, busy, seconds, communicating[0].groups)
-        return [*packed, Begin(name, "·".join(dict.fromkeys(axes)), seconds, lane, targets, loads)]
+        mesh = self.program.mesh_at(s, collectives[0].target)
+        axes = [self._axis(mesh, step.groups) for step in communicating]
+        lane = self._lane(communicating[0].groups)
+        roles = (s,) if collectives[0].target.of < 0 else self._roles(s, communicating)
+        loads = self.links.of_collective(roles, busy, seconds, communicating[0].groups)
+        return [*packed, Begin(name, "·".join(dict.fromkeys(axes)), seconds, lane, targets, loads, roles)]
+
+    def _roles(self, s: int, steps: Sequence[Step]) -> tuple[int, ...]:
+        """The roles that a role meets in a collective, by way of others, too."""
+        groups = [{self._stage_of[device] for device in group} for step in steps for group in step.groups]
+        found, before = {s}, set[int]()
+        while found != before:
+            before = set(found)
+            found.update(*(group for group in groups if group & before))
+        return tuple(sorted(found))
+
+    def _with_each_peer(
+        self, s: int, channel: str, transfers: tuple[Transfer, ...], *, is_send: bool
+    ) -> list[tuple[str, int, tuple[Transfer, ...]]]:
+        """The messages between a role and each other one, under a name of their own if there are several roles."""
+        if not self.program.shared:
+            return [(channel, self._stage_of[transfers[0].target if is_send else transfers[0].source], transfers)]
+        parts: dict[tuple[int, int], list[Transfer]] = {}
+        for t in transfers:
+            ends = self._stage_of[t.source], self._stage_of[t.target]
+            if s in ends and ends[0] != ends[1] and s == ends[not is_send]:
+                parts.setdefault(ends, []).append(t)
+        return [(f"{channel} {a}>{b}", b if is_send else a, tuple(part)) for (a, b), part in parts.items()]
 
     def _merged(self, items: Sequence[Item], *, lane_is_free: bool) -> list[Item]:
         """Adjacent busy items as one, with collectives that are awaited at once and cannot be disturbed.
@@ -295,6 +321,7 @@ class ScriptWriter:
                 and not in_flight
                 and item.targets == (following.buffer,)
                 and not following.every
+                and len(item.roles) <= 1
                 and self.links.are_private(item.loads)
             ):
                 part = Part(item.name, "communication", 0.0, item.seconds, item.axis)
@@ -351,10 +378,10 @@ class ScriptWriter:
             self._lane_of[id(groups)] = self._lanes.setdefault(ranks, 1 + len(self._lanes))
         return self._lane_of[id(groups)]
 
-    def _axis(self, s: int, groups: tuple[tuple[int, ...], ...]) -> str:
-        key = (s, id(groups))
+    def _axis(self, mesh: Mesh, groups: tuple[tuple[int, ...], ...]) -> str:
+        key = id(groups)  # of a step of the program, which outlives this
         if key not in self._axes:
-            self._axes[key] = axis_of(self.program.stages[s].mesh, groups)
+            self._axes[key] = axis_of(mesh, groups)
         return self._axes[key]
 
 

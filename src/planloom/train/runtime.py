@@ -67,7 +67,6 @@ class Runtime:
         self.blocks, self.program, self.device, self.wire = blocks, program, device, wire
         self.stage = program.stages[program.stage_of(device)]
         self.at = at or next(iter(parameters.values())).device
-        self.coordinates = self.stage.mesh.coordinates(device)
         self.seed, self.num_steps = seed, 0
         self._given = Given(blocks.graph, buffers, self.at)
         self.buffers = {name: buffers[name].clone() for name in blocks.graph.updates}
@@ -89,7 +88,7 @@ class Runtime:
         self._local: dict[int, Any] = {
             run.index: self._prepared(run, make_local)
             for run in program.runs
-            if device in program.stages[run.stage].mesh.devices
+            if device in program.mesh_of(run.stage).devices
         }
         self._turns = {number: local for number, local in self._local.items() if isinstance(local, LocalTurn)}
         self.shards: dict[str, Tensor] = {}
@@ -104,18 +103,20 @@ class Runtime:
 
     def _prepared(self, run: Run, make_local: Callable[[LocalRun], Local]) -> Local | LocalTurn:
         """A run as a function; one whose backward is split is cut at its parameters, and is not compiled."""
+        coordinates = self.program.mesh_of(run.stage).coordinates(self.device)
         if run.turn is not None:
-            return LocalTurn(self.blocks, run, self.coordinates, num_micro=self.program.num_micro_batches)
-        local = LocalRun(self.blocks, run, self.coordinates, num_micro=self.program.num_micro_batches)
+            return LocalTurn(self.blocks, run, coordinates, num_micro=self.program.num_micro_batches)
+        local = LocalRun(self.blocks, run, coordinates, num_micro=self.program.num_micro_batches)
         return local if run.index in self._split else make_local(local)
 
     def _store(self, stored: StoredParameter, whole: Tensor) -> None:
         factors = self.blocks.graph.tensors[stored.name].factors
-        held = local_slice(whole.detach(), factors, stored.layout.box(stored.sizes, self.coordinates)).clone()
+        coordinates = self.program.mesh_of(stored.stage).coordinates(self.device)
+        held = local_slice(whole.detach(), factors, stored.layout.box(stored.sizes, coordinates)).clone()
         self._memory[stored.buffer, -1] = held
         shard = held.detach()  # the same memory: an update of the shard is an update of what is stored
         if stored.layout != stored.optimizer_layout:
-            box = stored.optimizer_layout.box(stored.sizes, self.coordinates)
+            box = stored.optimizer_layout.box(stored.sizes, coordinates)
             shard = local_slice(whole.detach(), factors, box).clone()
         self.shards[stored.name] = shard.requires_grad_()
 
