@@ -12,6 +12,7 @@ from planloom.plan.orders import (
     gpipe,
     inference,
     interleaved,
+    k_forwards_one_backward,
     looped,
     one_forward_one_backward,
     zero_bubble_h1,
@@ -30,6 +31,9 @@ ORDERS: Mapping[str, OrderFunction] = MappingProxyType(
         "inference": inference,
     }
 )
+RECYCLED_ORDERS: Mapping[str, OrderFunction] = MappingProxyType({"3f1b": k_forwards_one_backward})
+"""For models that run several times and are differentiated through the last time only (`plan.families`)."""
+_ALL: Mapping[str, OrderFunction] = MappingProxyType({**ORDERS, **RECYCLED_ORDERS})
 OTHER_NAMES = {"zb": "zb-h1", "zbv": "zb-v", "breadth-first": "looped"}
 _FOLDED = ("zb-v", "dualpipe-v")
 
@@ -37,11 +41,11 @@ _FOLDED = ("zb-v", "dualpipe-v")
 def schedule_name(text: str) -> str:
     """The name of a schedule in full."""
     name = OTHER_NAMES.get(text, text)
-    if name not in ORDERS:
+    if name not in _ALL:
         raise PlanError(
             f"no schedule is named {text!r}",
             given=text,
-            required=f"one of {sorted(ORDERS)}",
+            required=f"one of {sorted(_ALL)}",
             todo="or give the calls of every device group: Draft.order(…, orders=…)",
         )
     return name
@@ -49,19 +53,25 @@ def schedule_name(text: str) -> str:
 
 def takes_several(schedule: str) -> bool:
     """May the number of stages a device group be chosen?"""
-    return "stages_per_group" in signature(ORDERS[schedule]).parameters and schedule != "gpipe"
+    return "stages_per_group" in signature(_ALL[schedule]).parameters and schedule != "gpipe"
+
+
+def num_passes(schedule: str, chosen: int = 0) -> int:
+    """How often a micro-batch goes through all groups as one sequence of stages: of one pass one says how many."""
+    return stages_per_group(schedule, chosen) if schedule in RECYCLED_ORDERS else 1
 
 
 def stages_per_group(schedule: str, chosen: int = 0) -> int:
     """Stages that a schedule puts on a device group: `chosen`, where it may be; else two or one."""
     if takes_several(schedule):
-        return chosen or 2
+        default = signature(_ALL[schedule]).parameters["stages_per_group"].default
+        return chosen or int(default)
     fixed = 2 if schedule in _FOLDED else 1
     if chosen and chosen != fixed:
         raise PlanError(
             f"schedule {schedule} has {fixed} stage{'s' * (fixed > 1)} a device group",
             given=f"{chosen} a group",
-            required=f"{fixed}, or one of {sorted(name for name in ORDERS if takes_several(name))}",
+            required=f"{fixed}, or one of {sorted(name for name in _ALL if takes_several(name))}",
         )
     return fixed
 
@@ -74,7 +84,7 @@ def orders_of(schedule: str | OrderFunction, num_stages: int, num_micro: int, *,
             given=f"{num_stages} stages, {num_micro} micro-batches",
             required="one or more of each",
         )
-    function = ORDERS[schedule_name(schedule)] if isinstance(schedule, str) else schedule
+    function = _ALL[schedule_name(schedule)] if isinstance(schedule, str) else schedule
     if per_group and "stages_per_group" in signature(function).parameters:
         return function(num_stages, num_micro, stages_per_group=per_group)
     return function(num_stages, num_micro)
