@@ -5,9 +5,10 @@ from types import MappingProxyType
 
 from planloom.errors import PlanError
 from planloom.plan.families.recipe import Family, Option, Recipe
+from planloom.plan.families.recycled import RECYCLED
 from planloom.plan.families.usual import USUAL
 
-FAMILIES: Mapping[str, Family] = MappingProxyType({family.name: family for family in (*USUAL,)})
+FAMILIES: Mapping[str, Family] = MappingProxyType({family.name: family for family in (*USUAL, RECYCLED)})
 
 
 def parse_recipe(text: str) -> Recipe:
