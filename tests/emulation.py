@@ -137,10 +137,10 @@ class Emulation:
         for stage in program.stages:
             for device in stage.mesh.devices:
                 for stored in stage.parameters:
-                    factors, at = (
-                        blocks.graph.tensors[stored.name].factors,
-                        program.mesh_of(stored.stage).coordinates(device),
-                    )
+                    factors, mesh = blocks.graph.tensors[stored.name].factors, program.mesh_of(stored.stage)
+                    if device not in mesh.devices:
+                        raise BrokenError(f"{stored.name} is stored on {device}, which is not of its home")
+                    at = mesh.coordinates(device)
                     held = local_slice(whole[stored.name], factors, stored.layout.box(stored.sizes, at))
                     self._memory[device][stored.buffer, -1] = _Cell(held.clone())
                     shard = local_slice(whole[stored.name], factors, stored.optimizer_layout.box(stored.sizes, at))

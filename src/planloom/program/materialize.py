@@ -19,9 +19,10 @@ Stages of one group pass tensors on without an exchange. A copy of a stage has r
 from the stage's home once a step, and its gradients go there: partial sums, as those of any second reader.
 
 Communication starts where its source is ready and is awaited where its result is needed. A send to a later stage is
-awaited in the backward of the same micro-batch, whose cotangent proves that it arrived; a cotangent's send in the next
-backward, or, where an order would then block, at the end of the step. So no order of calls can block on a send, and
-the verifier proves it for each program.
+awaited in the backward of the same micro-batch, whose cotangent proves that it arrived, or, if the stage is called
+forward only, in that of a later stage of the group; a cotangent's send in the next backward, or, where an order would
+then block, at the end of the step. So no order of calls can block on a send, and the verifier proves it for each
+program.
 """
 
 from collections.abc import Mapping, Sequence
@@ -195,11 +196,11 @@ class _Builder:
         return self.splits.plan.stages[run.blocks[0].block]
 
     def _stages_of_parameters(self) -> dict[str, set[int]]:
-        """The stages of the plan that read each parameter."""
+        """The stages of the plan that read each parameter and give it a gradient."""
         found: dict[str, set[int]] = {}
         for run in self.runs:
             for slot in run.inputs:
-                if slot.tensor in self.parameters:
+                if slot.tensor in self.parameters and slot.cotangent is not None:
                     found.setdefault(slot.tensor, set()).add(self._stage_of(run))
         return found
 
@@ -352,11 +353,18 @@ class _Builder:
                 self.part.forward, self.group, slot, buffer, slot.layout, whole, name
             )
         sent = self.arrived[slot.tensor, whole]
-        if self.trains:
-            self.part.backward.append(Wait(buffer=sent, free=True))
-        else:
+        if not self.trains:
             self.part.forward.insert(0, Wait(buffer=sent, lag=1, free=True))
+        proof = self._first_backward()
+        if proof is None:
             self._await_at_the_end(sent)
+        else:
+            proof.backward.append(Wait(buffer=sent, free=True))
+
+    def _first_backward(self) -> PartBodies | None:
+        """The part of this group whose backward a micro-batch comes to first: all forwards are done then, everywhere."""
+        found = [b for b in self._parts(self.part.part.way) if b.part.group == self.group and b.phases - {"forward"}]
+        return self.part if self.part in found else max(found, key=lambda body: body.part.stage, default=None)
 
     def _await_at_the_end(self, buffer: Buffer) -> None:
         wait = Wait(buffer=buffer, every=True, free=True)

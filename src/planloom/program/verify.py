@@ -134,7 +134,11 @@ class _Interpreter:
         for stage in program.stages:
             for stored in stage.parameters:
                 for device in stage.mesh.devices:
-                    box = stored.layout.box(stored.sizes, program.mesh_of(stored.stage).coordinates(device))
+                    home = program.mesh_of(stored.stage)
+                    if device not in home.devices:
+                        what = f"a device stores it that is not of its home, ranks {', '.join(map(str, home.devices))}"
+                        raise self._refusal(stored.name, what, "the parameters of a role", (device,))
+                    box = stored.layout.box(stored.sizes, home.coordinates(device))
                     symbol = Symbol("value", stored.name, box, frozenset({STORED}))
                     self.memory[device][stored.buffer, -1] = symbol
 

@@ -5,9 +5,10 @@ alignment (MSA) of shape [batch, sequences, residues] becomes an MSA representat
 representation z [b, r, r, c_z]. A block (algorithm 6) updates both: row attention of m biased by z, column attention of
 m, transition, outer product mean of m into z, triangle multiplications and triangle attentions of z, transition.
 
-The whole trunk runs `num_recycles` + 1 times; the first row of m and z of a pass enter the next one, cut from the graph
-of gradients: only the last pass is differentiated. The loss is that of masked MSA entries plus that of binned distances
-(weights 2 and 0.3, equation 7 of the supplement). There are no templates, no extra MSA and no structure module.
+The whole trunk, with its embeddings, runs `num_recycles` + 1 times; the first row of m and z of a pass enter the next
+one, cut from the graph of gradients: only the last pass is differentiated. The loss is that of masked MSA entries plus
+that of binned distances (weights 2 and 0.3, equation 7 of the supplement). There are no templates, no extra MSA and no
+structure module.
 
 It is here, and not in `examples/`, so that the preset `evoformer` works from an installed package.
 """
@@ -172,12 +173,11 @@ class Evoformer(nn.Module):
         self.distance_head = nn.Linear(c_z, NUM_DISTANCE_BINS)
 
     def forward(self, msa: Tensor, msa_labels: Tensor, distances: Tensor) -> Tensor:
-        m, z = self._embed(msa)
-        row, pair = torch.zeros_like(m[:, 0]), torch.zeros_like(z)
+        before = None
         for _ in range(self.num_recycles):
-            _, row, pair = self._pass(m, z, row, pair)
-            row, pair = row.detach(), pair.detach()
-        last, _, pair = self._pass(m, z, row, pair)
+            _, row, pair = self._pass(msa, before)
+            before = row.detach(), pair.detach()
+        last, _, pair = self._pass(msa, before)
         distance_logits = self.distance_head(pair + pair.transpose(1, 2))
         msa_loss = F.cross_entropy(self.msa_head(last).flatten(0, 2), msa_labels.flatten())
         distance_loss = F.cross_entropy(distance_logits.flatten(0, 2), distances.flatten())
@@ -191,17 +191,20 @@ class Evoformer(nn.Module):
         pair = self.embed_left(target).unsqueeze(2) + self.embed_right(target).unsqueeze(1)
         return self.embed_msa(msa) + self.embed_target(target).unsqueeze(1), pair + self.embed_offset(offsets)
 
-    def _pass(self, m: Tensor, z: Tensor, row: Tensor, pair: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _pass(self, msa: Tensor, before: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """One pass over all blocks, from what the pass before it left (algorithm 32, without positions).
 
-        The row is added through a mask, because a slice of one sequence cannot be split over devices.
+        Each pass embeds anew, as AlphaFold's iterations do: a pass that is not differentiated is so as a whole. The row
+        is added and taken through a mask, because a slice of one sequence cannot be split over devices.
         """
-        is_first = (torch.arange(m.shape[1], device=m.device) == 0).to(m.dtype)
-        m = m + is_first[:, None, None] * self.norm_row(row).unsqueeze(1)
+        m, z = self._embed(msa)
+        row, pair = (torch.zeros_like(m[:, 0]), torch.zeros_like(z)) if before is None else before
+        is_first = (torch.arange(m.shape[1], device=m.device) == 0).to(m.dtype)[:, None, None]
+        m = m + is_first * self.norm_row(row).unsqueeze(1)
         z = z + self.norm_pair(pair)
         for block in self.blocks:
             m, z = block(m, z)
-        return m, m[:, 0], z
+        return m, (is_first * m).sum(dim=1), z
 
 
 def batch_for(config: EvoformerConfig, batch: int, *, seed: int = 0) -> dict[str, Tensor]:
