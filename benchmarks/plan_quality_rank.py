@@ -10,7 +10,7 @@ torch is imported and connections are made once for all cases of a topology.
     end
 
 In a race every rival and every plan is built, one after another, each with the same initial weights and under the limit
-of memory, and takes a step: with the limit its peak is its own. Then all take turns, each round in another order, with
+of memory, and takes two steps: with the limit its peak is its own. Then all take turns, each round in another order, with
 a barrier before each step, which counts with its slowest rank. Who is far behind takes no part in the rounds that
 follow.
 """
@@ -97,10 +97,18 @@ def load(source: str) -> Loaded:
     torch.manual_seed(0)
     model, example = load_model(source)
     blocks = find_blocks(shared_capture(model, example))
-    config: Any = model.config
-    batch = {name: torch.randint(0, config.vocab_size, t.shape) for name, t in tensors_of(example, model).items()}
+    batch = {name: _drawn(model, tensor) for name, tensor in tensors_of(example, model).items()}
     buffers = filled_buffers(blocks.graph, source)
     return Loaded(source=source, model=model, example=example, blocks=blocks, batch=batch, buffers=buffers)
+
+
+def _drawn(model: nn.Module, like: Tensor) -> Tensor:
+    """Tokens or labels that the model knows, or numbers."""
+    if like.is_floating_point():
+        return torch.randn(like.shape, dtype=like.dtype)
+    config: Any = getattr(model, "config", None)
+    known: int = getattr(config, "vocab_size", 0) or getattr(config, "num_labels", 2)
+    return torch.randint(0, known, like.shape)
 
 
 def profile(loaded: Loaded, request: Mapping[str, Any]) -> None:
@@ -172,6 +180,7 @@ def _enter(make: Callable[[], Step], limit: int | None) -> tuple[Step, dict[str,
         limit_memory(limit)
     step = make()
     loss = step()
+    step()  # the first had no states of the optimizer yet
     peak = torch.tensor(peak_memory() - before)
     limit_memory(None)
     dist.all_reduce(peak, dist.ReduceOp.MAX)

@@ -43,10 +43,12 @@ from planloom.program import (
     Free,
     Instruction,
     Program,
+    Put,
     Receive,
     Seed,
     Send,
     Sum,
+    Take,
     Transfer,
     Update,
     Wait,
@@ -129,6 +131,7 @@ class Emulation:
         self._shards: dict[int, dict[str, Tensor]] = {device: {} for device in program.devices}
         self._gathers = {b for stage in program.stages for p in stage.parameters for b in p.gathers}
         self._gathered: dict[tuple[int, Buffer], Tensor] = {}
+        self._taken_from: dict[tuple[int, Place], Buffer] = {}
         for stage in program.stages:
             for device in stage.mesh.devices:
                 for stored in stage.parameters:
@@ -312,7 +315,8 @@ class Emulation:
                         self._further[kind, device, f"{slot.tensor} in run {run} of {micro}"] = value.clone()
                 vjp = _checked(lambda: RunVjp(local, values, self._given, micro))
                 if saves:
-                    self._saved[device, run, micro] = vjp, [buffer for buffer in inputs if buffer in self._gathers]
+                    read_from = [self._taken_from.get((device, self._place(b, micro)), b) for b in inputs]
+                    self._saved[device, run, micro] = vjp, [buffer for buffer in read_from if buffer in self._gathers]
                 for buffer, value in zip(outputs, vjp.take_outputs(), strict=True):
                     put(buffer, value)
             case Backward(run=run, cotangents=cotangents, outputs=outputs, is_split=is_split):
@@ -351,6 +355,19 @@ class Emulation:
             case Accumulate(target=target, source=source):
                 old = self._memory[device].get(self._place(target, micro))
                 put(target, get(source) if old is None else _add(old.tensor, get(source)))
+            case Take(tensor=tensor, source=source, target=target, box=box, sizes=sizes):
+                factors, array = self.blocks.graph.tensors[tensor].factors, get(source)
+                piece = _narrow(_checked(lambda: array.reshape(sizes)), box)
+                put(target, piece.reshape(_shape(factors, piece.shape)))
+                if source in self._gathers:
+                    self._taken_from[device, self._place(target, micro)] = source
+            case Put(tensor=tensor, source=source, target=target, box=box, sizes=sizes):
+                place, piece = self._place(target, micro), get(source)
+                factors, cell = self.blocks.graph.tensors[tensor].factors, self._memory[device].get(place)
+                whole = torch.full(sizes, float("nan"), dtype=piece.dtype) if cell is None else cell.tensor.clone()
+                inside = _narrow(_checked(lambda: whole.reshape(sizes)), box)
+                inside.copy_(_checked(lambda: piece.reshape(inside.shape)))
+                put(target, whole.reshape(_shape(factors, sizes)))
             case Free(buffer=buffer):
                 get(buffer)
                 self._forget(device, self._place(buffer, micro))

@@ -28,7 +28,7 @@ def test_help_does_not_import_torch_and_every_command_has_an_example() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
     )
-    assert done.stdout.split() == ["17", "False"]
+    assert done.stdout.split() == ["18", "False"]
     for command in (
         "demo",
         "plan",
@@ -38,6 +38,7 @@ def test_help_does_not_import_torch_and_every_command_has_an_example() -> None:
         "profile",
         "verify",
         "simulate",
+        "plans",
         "schedule",
         "blocks",
         "models",

@@ -20,9 +20,9 @@ from planloom.cli.pricing import (
 from planloom.cluster import Cluster, cluster_from_yaml, cluster_to_yaml, format_seconds, load_cluster
 from planloom.cost import Prices
 from planloom.errors import PlanError
-from planloom.plan import Plan, load_plan, named_plan, parse_named
+from planloom.plan import FAMILIES, Plan, find_named, load_plan, named_plan
 from planloom.program import build_program, verify_program
-from planloom.report import chrome_trace, plan_tables, summary_tables, timeline_svg
+from planloom.report import chrome_trace, families_table, plan_tables, summary_tables, timeline_svg
 from planloom.search import Candidate, candidate_plans, price_plans
 from planloom.simulate import Timeline, simulate
 
@@ -35,6 +35,16 @@ def register(app: typer.Typer) -> None:
     app.command(name="verify", epilog="Example: planloom verify plan.json examples/models/gpt.py:small")(verify_command)
     example = "Example: planloom simulate plan.json --trace trace.json"
     app.command(name="simulate", epilog=example)(simulate_command)
+    app.command(name="plans", epilog="Example: planloom plans")(plans_command)
+
+
+def plans_command(as_json: JsonOption = False) -> None:
+    """List the plans that have a name, with their options: for `planloom plan --plan` and `planloom train --plan`."""
+    document = [
+        {"name": family.name, "about": family.about, "axes": list(family.axes), "options": dict(family.options)}
+        for family in FAMILIES.values()
+    ]
+    show({"plans": document}, families_table(tuple(FAMILIES.values())), as_json=as_json)
 
 
 def find_candidates(captured: CapturedModel, cluster: Cluster, named: str | None = None) -> tuple[Candidate, ...]:
@@ -42,7 +52,7 @@ def find_candidates(captured: CapturedModel, cluster: Cluster, named: str | None
     with progress_bar("building programs"):
         if named is None:
             return candidate_plans(captured.blocks, cluster, captured.spec)
-        wanted = parse_named(named)
+        wanted = find_named(named)
         if wanted.num_devices != cluster.num_devices:
             raise PlanError(
                 f"plan {named!r} does not fill the cluster",

@@ -16,7 +16,7 @@ from planloom.cli.plans import NodesOption, find_candidates
 from planloom.cli.pricing import DEFAULT_STORE
 from planloom.cluster import format_seconds, load_cluster
 from planloom.errors import PlanError, PriceError
-from planloom.plan import Plan, load_plan, named_plan, parse_named, require_model
+from planloom.plan import Plan, find_named, load_plan, named_plan, require_model
 from planloom.program import Program, build_program
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ def _plans(
     plans = [load_plan(path) for path in files]
     for plan in plans:
         require_model(plan, captured.blocks.graph)
-    plans += [named_plan(captured.blocks, parse_named(text), batch=captured.spec) for text in named]
+    plans += [named_plan(captured.blocks, find_named(text), batch=captured.spec) for text in named]
     programs = [build_program(captured.blocks, plan) for plan in plans]
     if cluster is not None:
         for candidate in find_candidates(captured, load_cluster(cluster, num_outer=nodes)):
@@ -187,7 +187,7 @@ def _plans(
                 plans.append(candidate.plan)
                 programs.append(candidate.program)
     if cluster is None and not plans:
-        plans = [named_plan(captured.blocks, parse_named("single"), batch=captured.spec)]
+        plans = [named_plan(captured.blocks, find_named("single"), batch=captured.spec)]
         programs = [build_program(captured.blocks, plans[0])]
     if not plans:
         raise PlanError("no plan fits", required="a plan that divides model and batch", todo="see `planloom plan`")

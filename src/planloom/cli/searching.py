@@ -101,7 +101,10 @@ def plan_command(
     pricing_by: Annotated[
         str, typer.Option("--pricing", help="seconds, or volume: bytes moved alone, as Alpa prices.")
     ] = "seconds",
-    named: Annotated[str | None, typer.Option(help="No search: this named plan, as dp=2,tp=2,vocab.")] = None,
+    named: Annotated[
+        str | None,
+        typer.Option("--plan", "--named", help="No search: this plan, as dp=2,tp=2,vocab or megatron:tp=2,pp=2."),
+    ] = None,
     measure: Annotated[
         bool, typer.Option(help="Measure what the best plans use on this machine, until the best are measured.")
     ] = False,

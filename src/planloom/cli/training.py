@@ -1,14 +1,17 @@
 """`planloom train`: a plan on local CPU processes."""
 
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from planloom.cli.models import ModelArgument
+from planloom.cli.models import ModelArgument, capture_model
 from planloom.cli.output import JsonOption, progress_bar, screen, show
 from planloom.cluster import format_seconds
-from planloom.plan import load_plan
+from planloom.plan import find_named, load_plan, named_plan, save_plan
 
 
 def register(app: typer.Typer) -> None:
@@ -18,7 +21,7 @@ def register(app: typer.Typer) -> None:
 
 def train_command(
     model: ModelArgument,
-    plan: Annotated[Path, typer.Option("--plan", help="A plan file.")],
+    plan: Annotated[str, typer.Option("--plan", help="A plan file, or a plan by name, as megatron:tp=2,pp=2.")],
     steps: Annotated[int, typer.Option(min=1, help="How many steps.")] = 20,
     learning_rate: Annotated[float, typer.Option(help="AdamW's learning rate.")] = 1e-3,
     compiled: Annotated[bool, typer.Option("--compile", help="Compile every distinct run at its first use.")] = False,
@@ -28,25 +31,26 @@ def train_command(
 
     On a cluster, start your own script with torchrun and call planloom.parallelize in it.
     """
-    loaded = load_plan(plan)
-    num_processes = len(loaded.devices)
     from planloom.train.session import train_locally
 
-    with progress_bar(f"starting {num_processes} processes", total=steps) as bar:
+    with plan_file(plan, model) as path:
+        loaded = load_plan(path)
+        num_processes = len(loaded.devices)
+        with progress_bar(f"starting {num_processes} processes", total=steps) as bar:
 
-        def on_step(step: int, loss: float, seconds: float) -> None:
-            bar.say(f"step {step + 1}: loss {loss:.4f}, {format_seconds(seconds)}")
-            bar.update(step + 1, steps)
+            def on_step(step: int, loss: float, seconds: float) -> None:
+                bar.say(f"step {step + 1}: loss {loss:.4f}, {format_seconds(seconds)}")
+                bar.update(step + 1, steps)
 
-        run = train_locally(
-            model,
-            plan,
-            num_processes=num_processes,
-            num_steps=steps,
-            learning_rate=learning_rate,
-            compiled=compiled,
-            on_step=on_step,
-        )
+            run = train_locally(
+                model,
+                path,
+                num_processes=num_processes,
+                num_steps=steps,
+                learning_rate=learning_rate,
+                compiled=compiled,
+                on_step=on_step,
+            )
     document = {
         "plan": loaded.name,
         "compiled": compiled,
@@ -59,3 +63,16 @@ def train_command(
             f"{loaded.name}: {steps} steps on {num_processes} processes, {format_seconds(run.step_seconds)} a step, "
             f"loss {run.losses[0]:.4f} → {run.losses[-1]:.4f}"
         )
+
+
+@contextmanager
+def plan_file(text: str, model: str) -> Iterator[Path]:
+    """The file of a plan that is named by it, or that was written for a plan by name."""
+    if Path(text).is_file() or text.endswith(".json"):
+        yield Path(text)
+        return
+    named, captured = find_named(text), capture_model(model)
+    with tempfile.TemporaryDirectory(prefix="planloom-plan-") as folder:
+        path = Path(folder) / "plan.json"
+        save_plan(named_plan(captured.blocks, named, batch=captured.spec), path)
+        yield path

@@ -18,6 +18,7 @@ import msgspec
 
 from planloom.blocks import BlockGraph, find_segments
 from planloom.cost.keys import SEGMENT_PREFIX, collective_prefix, run_fingerprint
+from planloom.layout.boxes import lies_together
 from planloom.program import (
     Accumulate,
     Backward,
@@ -25,9 +26,11 @@ from planloom.program import (
     Forward,
     Instruction,
     Program,
+    Put,
     Receive,
     Send,
     Sum,
+    Take,
     Wait,
     collectives_in,
 )
@@ -114,7 +117,11 @@ class _Signatures:
             case Sum(target=target, sources=sources):
                 return [name, self._sizes[target], len(sources)]
             case Accumulate(target=target):
-                return [name, self._sizes[target], self._program.num_micro_batches > 1]
+                return [name, self._sizes[target], target.indexed or self._program.num_micro_batches > 1]
+            case Take(target=target, box=box, sizes=sizes):
+                return [] if lies_together(box, sizes) else [name, self._sizes[target]]
+            case Put(source=source):
+                return [name, self._sizes[source]]
         members = collectives_in(instruction)
         if not members:
             return []  # waits and frees take no time of their own, and sends are started only

@@ -7,13 +7,16 @@ from typing import Any
 
 from planloom.plan.checks import require_plan
 from planloom.plan.draft import Draft, draft
+from planloom.plan.families import FAMILIES
+from planloom.plan.families.recipe import Recipe
 from planloom.plan.files import load_plan, save_plan
-from planloom.plan.library import NamedPlan, axis_sizes, library, named_plan, parse_named
+from planloom.plan.library import NamedPlan, axis_sizes, find_named, library, named_plan, parse_named
 from planloom.plan.orders import Call, OrderFunction, Orders, gpipe, one_forward_one_backward
 from planloom.plan.schedules import ORDERS
-from planloom.plan.values import Plan, Storage, StorageKind, require_model
+from planloom.plan.values import Plan, Storage, StorageKind, TimeAxis, require_model
 
 __all__ = [
+    "FAMILIES",
     "ORDERS",
     "Call",
     "Draft",
@@ -21,10 +24,13 @@ __all__ = [
     "OrderFunction",
     "Orders",
     "Plan",
+    "Recipe",
     "Storage",
     "StorageKind",
+    "TimeAxis",
     "axis_sizes",
     "draft",
+    "find_named",
     "gpipe",
     "library",
     "load_plan",

@@ -8,6 +8,7 @@ from planloom.errors import PlanError
 from planloom.layout import Mesh
 from planloom.plan.order_checks import require_orders
 from planloom.plan.orders import sharers
+from planloom.plan.times import require_times
 from planloom.plan.values import Plan, StorageKind
 
 BATCH_DIM = "batch"
@@ -21,6 +22,7 @@ def require_plan(plan: Plan, blocks: BlockGraph) -> None:
     _require_strategies(plan, blocks)
     _require_batch(plan, blocks)
     _require_stages(plan, blocks)
+    require_times(plan, blocks)
     _require_recompute(plan, blocks)
     _require_orders(plan)
 
@@ -72,7 +74,6 @@ def _require_storage(plan: Plan, blocks: BlockGraph) -> None:
 
 def _require_strategies(plan: Plan, blocks: BlockGraph) -> None:
     for block, strategy in zip(blocks.blocks, plan.strategies, strict=True):
-        mesh = plan.meshes[plan.stages[block.index]]
         used: set[str] = set()
         for dim, axes in strategy.items():
             if block.dim(dim) is None:
@@ -81,7 +82,7 @@ def _require_strategies(plan: Plan, blocks: BlockGraph) -> None:
                     given=str(strategy),
                     required=f"one of {[d.name for d in block.dims]}",
                 )
-            for axis in map(mesh.axis, axes):
+            for axis in (plan.axis(block.index, axis) for axis in axes):
                 if axis.name in used:
                     raise PlanError(
                         f"block {block.name} uses axis {axis.name!r} twice",
@@ -125,9 +126,8 @@ def _require_batch(plan: Plan, blocks: BlockGraph) -> None:
         dim = block.dim(BATCH_DIM)
         if dim is None:
             continue
-        mesh = plan.meshes[plan.stages[block.index]]
         axes = plan.strategies[block.index].get(BATCH_DIM, ())
-        pieces = plan.num_micro_batches * prod(mesh.axis(axis).size for axis in axes)
+        pieces = plan.num_micro_batches * prod(plan.axis(block.index, axis).size for axis in axes)
         if dim.size % pieces:
             raise PlanError(
                 f"the batch does not divide: block {block.name}",

@@ -7,11 +7,12 @@ from typing import Literal
 
 from planloom.errors import PlanError
 from planloom.graph import Graph, fingerprint, graph_difference
-from planloom.layout import Mesh
+from planloom.layout import Axis, Digit, Mesh
 from planloom.plan.orders import Call
 
 PLAN_VERSION = 2
 StorageKind = Literal["replicated", "zero1", "zero2", "zero3"]
+TimeOrder = Literal["pieces", "runs"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,16 +29,37 @@ class Storage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """`strategies[i]`: for block i, dim → axes; `stages[i]`: the stage of block i; `meshes[s]`: the mesh of stage s.
+class TimeAxis:
+    """An axis of `size` steps on the same devices, inside a micro-batch: the pieces of a dim, one after another.
 
-    Stages with one mesh share a *device group*; groups are counted as stages first name them, those that are *shared*,
-    a union of others' devices, last. The others are *roles*: `orders[g]` lists the calls of role g; an empty tuple of
-    orders is not a plan. A role that calls a stage of another one holds a copy of it; a shared stage is called by all
-    roles in its mesh, each its share. `recompute`: the segments, by their numbers in `find_segments`, whose
-    activations are recomputed in the backward and not kept. `cluster`, if given, is the text of the cluster file
-    whose links decide between collective programs; else the bytes that they move do. `source`: how the model was
-    named on the command line.
+    `scopes`: (start, stop) of each row of blocks that is carried out in pieces; all of its blocks are split. `order`:
+    "pieces" carries a scope out for one piece, then for the next, so that one piece's activations are held at a time
+    (co-shard); "runs" carries every run of it out for all pieces, so that one piece is communicated while the next is
+    computed (overlap in chunks). `recompute`: the forward keeps of a scope what enters it, and each piece is carried
+    out again before its backward.
+    """
+
+    name: str
+    size: int
+    scopes: tuple[tuple[int, int], ...]
+    order: TimeOrder = "pieces"
+    recompute: bool = False
+
+    @property
+    def digit(self) -> Digit:
+        return Digit(axis=self.name, index=0, size=self.size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """`strategies[i]`: for block i, dim → axes, space axes before time axes; `stages[i]`: the stage of block i;
+    `meshes[s]`: the mesh of stage s. Stages with one mesh share a *device group*; groups are counted as stages first
+    name them, those that are *shared*, a union of others' devices, last. The others are *roles*: `orders[g]` lists the
+    calls of role g; an empty tuple of orders is not a plan. A role that calls a stage of another one holds a copy of
+    it; a shared stage is called by all roles in its mesh, each its share. `recompute`: the segments, by their numbers
+    in `find_segments`, whose activations are recomputed in the backward and not kept. `times`: the time axes beside
+    the micro-batches. `cluster`, if given, is the text of the cluster file whose links decide between collective
+    programs; else the bytes that they move do. `source`: how the model was named on the command line.
     """
 
     name: str
@@ -54,7 +76,15 @@ class Plan:
     recompute: tuple[int, ...] = ()
     cluster: str = ""
     source: str = ""
+    times: tuple[TimeAxis, ...] = ()
     version: int = PLAN_VERSION
+
+    def axis(self, block: int, name: str) -> Axis:
+        """An axis by which a block may be split: of its stage's mesh, or of time."""
+        for time in self.times:
+            if time.name == name:
+                return Axis(name=name, sizes=(time.size,))
+        return self.meshes[self.stages[block]].axis(name)
 
     @property
     def groups(self) -> tuple[Mesh, ...]:

@@ -106,9 +106,7 @@ def _keeps_apart(stage: StageProgram) -> bool:
     if any(not isinstance(instruction, Receive) for name in before for instruction in stage.bodies[name]):
         return False
     loop = {name: stage.bodies[name] for name in dict.fromkeys(call.body for call in calls)}
-    sums = {i.target: None for body in loop.values() for i in body if isinstance(i, Accumulate)}
-    if any(buffer.indexed for buffer in sums):
-        return False
+    sums = {i.target: None for b in loop.values() for i in b if isinstance(i, Accumulate) and not i.target.indexed}
     return all(_is_apart(body, sums) for body in loop.values()) and (
         _sums_come_first(calls, loop, sums) and _lags_alone(stage, loop)
     )

@@ -24,7 +24,7 @@ backward, or, where an order would then block, at the end of the step. So no ord
 the verifier proves it for each program.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -36,7 +36,9 @@ from planloom.plan.orders import Phase
 from planloom.plan.shared import find_lags
 from planloom.program.bodies import PartBodies, StageBodies, Use, of_role
 from planloom.program.connect import Connections
-from planloom.program.gradients import Gradients, sum_into
+from planloom.program.gradients import Gradients, junction
+from planloom.program.loops import LoopWriter, find_loops
+from planloom.program.loss import LOSS, LOSS_TOTAL, complete_loss
 from planloom.program.recompute import Recomputation, find_recomputations, masks_of, runs_with_backward
 from planloom.program.schedule import Part, Ways
 from planloom.program.shared import spread
@@ -57,13 +59,9 @@ from planloom.program.values import (
     Slot,
     StageProgram,
     StoredParameter,
-    Sum,
     Wait,
     WeightGradient,
 )
-
-LOSS = Buffer(name="loss")
-_LOSS_TOTAL = Buffer(name="loss:total")
 
 
 def materialize(splits: Splits, runs: tuple[Run, ...], ways: Ways, price: DigitsPrice) -> Program:
@@ -111,23 +109,28 @@ class _Builder:
     def __init__(self, splits: Splits, runs: tuple[Run, ...], ways: Ways, price: DigitsPrice) -> None:
         self.splits, self.ways = splits, ways
         self.runs = list(runs)
-        """The runs of stages at home, then those of copies."""
+        """The runs of stages at home, then those of copies and of other moments."""
+        self.loops, self.base = find_loops(splits, runs)
+        """The runs of stages at home; a scope is one run."""
         self.graph = splits.blocks.graph
         self.parameters = store_parameters(splits)
         self.stages = [StageBodies() for _ in splits.plan.groups]
         self.connections = Connections(splits, price, lambda _, slot: self._value(slot))
         self.gradients = Gradients(self.connections, self.parameters, self.stages)
-        self.made = {slot.tensor: (run, slot) for run in runs for slot in run.outputs}
+        self.made = {slot.tensor: (run, slot) for run in self.base for slot in run.outputs}
         """By tensor: the run of its stage, at home, and the slot."""
         self.trains = any(call.phase != "forward" for order in splits.plan.orders for call in order)
-        self.with_backward = runs_with_backward(self.graph, runs) if self.trains else frozenset()
-        recomputations = find_recomputations(splits, runs, self.with_backward)
+        self.with_backward = runs_with_backward(self.graph, self.base) if self.trains else frozenset()
+        self.with_backward_inside = runs_with_backward(self.graph, runs) if self.trains else frozenset()
+        self.entered: dict[tuple[Part, int], list[Buffer]] = {}
+        """What the backward of a loop reads: by its part and first run."""
+        recomputations = find_recomputations(splits, self.base, self.with_backward)
         self.recomputed_before = {found.first_backward: found for found in recomputations}
         """By the run whose backward is the first to need it."""
         self.recomputed = frozenset(index for found in recomputations for index in found.saving)
         self.masks = masks_of(self.graph)
         self.lag = find_lags(splits.plan.orders, len(splits.plan.meshes))
-        self.copies: dict[tuple[int, int], int] = {}
+        self.copies: dict[tuple[int, int, int], int] = {}
         self.imports: dict[tuple[str, int], tuple[int, Slot]] = {}
         phases = _phases(splits.plan, ways)
         for part in ways.parts():
@@ -146,7 +149,7 @@ class _Builder:
             )
 
     def build(self) -> None:
-        base = tuple(self.runs)
+        base = self.base
         for way, homes in enumerate(self.ways.homes):
             self.imports = self._find_imports(base, homes)
             for run in base:
@@ -163,7 +166,10 @@ class _Builder:
         for s in range(len(self.stages)):
             if self.trains:
                 self.gradients.update(s, self._stages_of_parameters())
-        self._loss()
+        run, slot = self.made[self.graph.loss]
+        makers = dict.fromkeys((run.stage, *(way[self._stage_of(run)] for way in self.ways.homes)))
+        told = set(range(self.ways.num_roles)).difference(self.splits.plan.members(run.stage))
+        complete_loss(self.connections, self.stages, slot, makers, sorted(told))
 
     @property
     def loss_group(self) -> int:
@@ -223,15 +229,49 @@ class _Builder:
         part = Part(way=way, stage=stage, group=self.ways.homes[way][stage])
         return self.stages[part.group].parts[part]
 
-    def _copy(self, run: Run) -> Run:
-        """A run on the group of the present part: itself at home, else one like it."""
-        if run.stage == self.group:
+    def _copy(self, run: Run, piece: int = 0) -> Run:
+        """A run on the group of the present part, in the moment of a piece: itself at home, else one like it."""
+        if run.index in self.loops and not run.moment:
             return run
-        key = (run.index, self.group)
+        if run.stage == self.group and piece == 0:
+            return run
+        key = (run.index, self.group, piece)
         if key not in self.copies:
             self.copies[key] = len(self.runs)
-            self.runs.append(replace(run, index=len(self.runs), stage=self.group))
+            moment = tuple((digit, piece) for digit, _ in run.moment)
+            self.runs.append(replace(run, index=len(self.runs), stage=self.group, moment=moment))
         return self.runs[self.copies[key]]
+
+    def _loop(self, base: Run, inputs: Sequence[Buffer]) -> LoopWriter:
+        return LoopWriter(
+            loop=self.loops[base.index],
+            connections=self.connections,
+            group=self.group,
+            with_backward=self.with_backward_inside,
+            at=self._copy,
+            inputs=inputs,
+        )
+
+    def _run(
+        self,
+        body: list[Instruction],
+        run: Run,
+        inputs: list[Buffer],
+        outputs: tuple[Buffer, ...],
+        *,
+        saves: bool,
+        again: bool = False,
+        is_read: bool = True,
+    ) -> None:
+        """Write a forward; `is_read`: else nobody reads what it makes, and what it saves is all that it is for."""
+        if run.index not in self.loops:
+            body.append(Forward(run=run.index, inputs=tuple(inputs), outputs=outputs, saves=saves, again=again))
+            return
+        recomputes = self.loops[run.index].scope.axis.recompute
+        if saves:
+            self.entered[self.part.part, run.index] = inputs
+        if is_read or not recomputes:
+            body += self._loop(run, inputs).forward(outputs, saves=saves and not recomputes, again=again)
 
     def _find_imports(self, runs: Sequence[Run], homes: Sequence[int]) -> dict[tuple[str, int], tuple[int, Slot]]:
         """(tensor, group) → the first run of the group that reads a tensor made in another, and its slot."""
@@ -258,12 +298,12 @@ class _Builder:
         ]
         outputs = tuple(Buffer(name=slot.tensor, indexed=True) for slot in run.outputs)
         saves = base.index in self.with_backward and base.index not in self.recomputed
-        body.append(Forward(run=run.index, inputs=tuple(inputs), outputs=outputs, saves=saves))
+        self._run(body, run, inputs, outputs, saves=saves)
         body += [Free(buffer=buffer) for buffer in gathered.values()]
         for slot, buffer in zip(run.outputs, outputs, strict=True):
             self.arrived[slot.tensor, slot.layout] = buffer
             if slot.tensor == self.graph.loss:
-                body.append(Accumulate(tensor=slot.tensor, target=_LOSS_TOTAL, source=buffer))
+                body.append(Accumulate(tensor=slot.tensor, target=LOSS_TOTAL, source=buffer))
             self._export(slot, buffer)
 
     def _receive_imports(self, base: Run) -> None:
@@ -365,6 +405,10 @@ class _Builder:
 
     # -- recompute
 
+    def _at_home(self, index: int) -> Run:
+        """A run of a stage at home, or the one that a loop is from outside."""
+        return self.loops[index].outside if index in self.loops else self.runs[index]
+
     def _recompute(self, what: Recomputation) -> None:
         """Carry out again what the backwards of a segment need.
 
@@ -374,10 +418,10 @@ class _Builder:
         last_use = {
             (slot.tensor, slot.layout): index
             for index in sorted(what.saving, reverse=True)
-            for slot in self.runs[index].inputs
+            for slot in self._at_home(index).inputs
         }
         for index in what.runs:
-            self._forward_again(self._copy(self.runs[index]), index in what.saving, again, last_use)
+            self._forward_again(self._copy(self._at_home(index)), index in what.saving, again, last_use)
         if not part.is_split:
             again.body.extend(part.delayed)
             part.delayed = []
@@ -401,7 +445,9 @@ class _Builder:
             else:
                 inputs.append(gathered.get(use) or self._parameter(slot))
         outputs = tuple(Buffer(name=again.what.name(slot.tensor), indexed=True) for slot in run.outputs)
-        body.append(Forward(run=run.index, inputs=tuple(inputs), outputs=outputs, saves=saves, again=True))
+        made = {slot.tensor for slot in run.outputs}
+        is_read = any(slot.tensor in made for index in again.what.runs for slot in self._at_home(index).inputs)
+        self._run(body, run, inputs, outputs, saves=saves, again=True, is_read=is_read)
         body += [Free(buffer=buffer) for use, buffer in gathered.items() if use not in held]
         again.values.update(
             ((slot.tensor, slot.layout), buffer) for slot, buffer in zip(run.outputs, outputs, strict=True)
@@ -429,7 +475,7 @@ class _Builder:
         Then it is kept as it arrived, and changed again; but partial sums are kept as they were first completed.
         """
         arrived = self._arrived(slot.tensor)
-        read = {i.layout: None for index in what.runs for i in self.runs[index].inputs if i.tensor == slot.tensor}
+        read = {i.layout: None for index in what.runs for i in self._at_home(index).inputs if i.tensor == slot.tensor}
         if arrived.partial or (len(read) == 1 and _num_elements(slot, slot.layout) <= _num_elements(slot, arrived)):
             return slot.layout
         return arrived
@@ -451,9 +497,13 @@ class _Builder:
         of_parameters = tuple(
             buffer if slot.tensor in self.parameters else None for slot, buffer in zip(run.inputs, outputs, strict=True)
         )
-        is_split = part.is_split and any(of_parameters)
+        is_split = part.is_split and any(of_parameters) and base.index not in self.loops
         now = tuple(None if is_split and of else buffer for buffer, of in zip(outputs, of_parameters, strict=True))
-        body.append(Backward(run=run.index, cotangents=tuple(cotangents), outputs=now, is_split=is_split))
+        if base.index in self.loops:
+            inputs = self._entered_again(base, gathered)
+            body += self._loop(base, inputs).backward(cotangents, outputs)
+        else:
+            body.append(Backward(run=run.index, cotangents=tuple(cotangents), outputs=now, is_split=is_split))
         done = [use for use, (_, last) in part.held.items() if last == base.index]
         gathered |= {use: part.held.pop(use)[0] for use in done}
         body += [Free(buffer=buffer) for buffer in gathered.values()]
@@ -474,6 +524,12 @@ class _Builder:
         self.gradients.scatter(self.role, part, scattered)
         self._send_cotangents(base)
 
+    def _entered_again(self, base: Run, gathered: Mapping[Use, Buffer]) -> list[Buffer]:
+        """What enters a loop, for its backward: parameters that were gathered for the forward are gathered again."""
+        held = {use: buffer for use, (buffer, _) in self.part.held.items()} | dict(gathered)
+        entered = self.entered[self.part.part, base.index]
+        return [held.get((s.tensor, s.layout), buffer) for s, buffer in zip(base.inputs, entered, strict=True)]
+
     def _shard_collectives(self, base: Run, slot: Slot, cotangent: Buffer) -> list[Collective]:
         home, name = self.parameters[slot.tensor], f"{slot.tensor}:shard{base.index}"
         return self.connections.collectives(self.group, slot, cotangent, _cotangent(slot), home.optimizer_layout, name)
@@ -490,17 +546,12 @@ class _Builder:
         return self._junction(slot, parts, slot.cotangent) if parts else None
 
     def _junction(self, slot: Slot, parts: list[tuple[Layout, Buffer]], target: Layout) -> Buffer:
-        """Sum what has one layout, reduce each sum, sum the results: partial sums are passed on as such."""
-        body = self.part.backward
-        by_layout: dict[Layout, list[Buffer]] = {}
-        for layout, buffer in parts:
-            by_layout.setdefault(layout, []).append(buffer)
-        results = []
-        for i, (layout, buffers) in enumerate(by_layout.items()):
-            total = sum_into(body, slot.tensor, buffers, f"{slot.tensor}:junction{i}")
-            name = f"{slot.tensor}:reduced{i}"
-            results.append(self.connections.change(body, self.group, slot, total, layout, target, name))
-        return sum_into(body, slot.tensor, results, f"{slot.tensor}:cotangent")
+        body, group = self.part.backward, self.group
+
+        def change(total: Buffer, layout: Layout, name: str) -> Buffer:
+            return self.connections.change(body, group, slot, total, layout, target, name)
+
+        return junction(body, slot.tensor, parts, change)
 
     def _send_cotangents(self, base: Run) -> None:
         """Cotangents of what this run was the first to import go back to the group that made it.
@@ -529,34 +580,6 @@ class _Builder:
             self._await_at_the_end(complete)
             home = self.stages[source.part.group].cotangents.setdefault(source.part.way, {})
             home.setdefault(tensor, []).append((whole, received))
-
-    # -- loss
-
-    def _loss(self) -> None:
-        """Summed where it is made, at the copies of the last stage too, and told to all groups."""
-        run, slot = self.made[self.graph.loss]
-        whole, home = slot.layout.completed(), self.stages[run.stage]
-        stage = self._stage_of(run)
-        makers = list(dict.fromkeys([run.stage, *(homes[stage] for homes in self.ways.homes)]))
-        parts = []
-        for group in makers:
-            body, name = self.stages[group].exit, LOSS.name if len(makers) == 1 else "loss:here"
-            complete = self.connections.change(body, group, slot, _LOSS_TOTAL, slot.layout, whole, name)
-            if group != run.stage:
-                received = Buffer(name=f"loss:from{group}")
-                self.connections.exchange(slot, (group, body, complete, whole), (run.stage, home.exit, received, whole))
-                body.append(Wait(buffer=complete, free=True))
-                body += [Free(buffer=_LOSS_TOTAL)] if complete != _LOSS_TOTAL else []
-                complete = received
-            parts.append(complete)
-        if parts != [LOSS]:
-            home.exit.append(Sum(tensor=slot.tensor, target=LOSS, sources=tuple(parts)))
-        home.exit += [Free(buffer=part) for part in dict.fromkeys((*parts, _LOSS_TOTAL)) if part != LOSS]
-        told = [s for s in range(self.ways.num_roles) if s not in self.splits.plan.members(run.stage)]
-        for s in told:
-            self.connections.exchange(slot, (run.stage, home.exit, LOSS, whole), (s, self.stages[s].exit, LOSS, whole))
-        if told:
-            home.exit.append(Wait(buffer=LOSS))
 
 
 def _phases(plan: Plan, ways: Ways) -> dict[Part, frozenset[Phase]]:

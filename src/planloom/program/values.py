@@ -46,7 +46,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunBlock:
-    """A block inside a run: its split dims with their space digits, and the slot of each tensor from outside.
+    """A block inside a run: its split dims with their digits, and the slot of each tensor from outside.
 
     `timed_dim` is the dim that the micro-batches split; `passes_partial`: digits over which a partial cotangent of
     its outputs is passed on to its parameters.
@@ -61,13 +61,17 @@ class RunBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Blocks with no communication between them, forward or backward: the unit that is launched and profiled."""
+    """Blocks with no communication between them, forward or backward: the unit that is launched and profiled.
+
+    `moment`: its coordinates along digits of time, one run for each (see `moments`).
+    """
 
     index: int
     stage: int
     blocks: tuple[RunBlock, ...]
     inputs: tuple[Slot, ...]
     outputs: tuple[Slot, ...]
+    moment: tuple[tuple[Digit, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,6 +206,28 @@ class Accumulate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Take:
+    """A piece of a buffer whose array has these dims, one a factor: a view where its elements lie side by side."""
+
+    tensor: str
+    source: Buffer
+    target: Buffer
+    box: Box
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Put:
+    """Write a piece to its place in a buffer whose array has these dims: the first makes it, the last completes it."""
+
+    tensor: str
+    target: Buffer
+    source: Buffer
+    box: Box
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Seed:
     """The cotangent of the loss: one."""
 
@@ -236,6 +262,8 @@ Instruction = (
     | Wait
     | Sum
     | Accumulate
+    | Take
+    | Put
     | Seed
     | Free
     | Update

@@ -12,7 +12,7 @@ every call of every stage and proves, or names the tensor, the instruction and t
 - at the end the loss is complete on every device, and every parameter was updated once, from its complete gradient.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -20,12 +20,13 @@ from planloom.blocks import BlockGraph
 from planloom.errors import VerificationError
 from planloom.layout import Box
 from planloom.program.completeness import Completeness
+from planloom.program.exchange import Message, numbered
 from planloom.program.likeness import counted, goes_through, representatives, with_micro_batches
 from planloom.program.meetings import Key, Meetings
 from planloom.program.schedule import Line, interleave
 from planloom.program.shared import span
 from planloom.program.symbolic_runs import RunError, SymbolicRun
-from planloom.program.symbolic_steps import StepError, apply_steps, extract, join_messages
+from planloom.program.symbolic_steps import StepError, apply_steps, extract, join_messages, join_pieces
 from planloom.program.symbols import SEED, STORED, Symbol, added
 from planloom.program.values import (
     Accumulate,
@@ -37,18 +38,19 @@ from planloom.program.values import (
     Free,
     Instruction,
     Program,
+    Put,
     Receive,
     Seed,
     Send,
     Sum,
-    Transfer,
+    Take,
     Update,
     Wait,
     WeightGradient,
 )
+from planloom.program.wording import deadlock, described, where
 
 Place = tuple[Buffer, int]
-_Message = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +111,7 @@ class _Interpreter:
         """The devices that have started to send on a channel, for a micro-batch."""
         self.receiving: dict[tuple[str, int], set[int]] = {}
         self.received: dict[tuple[str, int], Receive] = {}
-        self.messages: dict[tuple[str, int], dict[_Message, Symbol]] = {}
+        self.messages: dict[tuple[str, int], dict[Message, Symbol]] = {}
         self.in_flight: dict[tuple[int, Place], list[_Work]] = {}
         self.written_by: dict[tuple[int, Place], str] = {}
         self.meetings = Meetings(self._meet)
@@ -117,6 +119,10 @@ class _Interpreter:
         """What the roles that came to a collective have brought."""
         self.results: dict[tuple[int, Place], Symbol] = {}
         self.role_of = {device: s for s, stage in enumerate(program.stages) for device in stage.mesh.devices}
+        self.pieces: dict[tuple[int, Place], list[tuple[Symbol, Box]]] = {}
+        """What has been put into a buffer, piece by piece."""
+        self.views: dict[tuple[int, Place], Buffer] = {}
+        """Pieces of stored or gathered parameters, which lie in their storage."""
         self.now = ""
         self.updated: set[tuple[int, str]] = set()
         # Autograd keeps views of these: a backward sees what they hold then, not what the forward read.
@@ -134,11 +140,11 @@ class _Interpreter:
     def run(self) -> Proof:
         stuck = interleave(self.program, self._guarded)
         if stuck:
-            self._raise_deadlock(stuck)
+            raise deadlock(self.program, stuck, of_meetings=bool(self.met))
         return self._finish()
 
     def _guarded(self, line: Line) -> bool:
-        self.now = f"instruction {line.index} ({_describe(line.instruction)}) in {_where(line)}"
+        self.now = f"instruction {line.index} ({described(line.instruction)}) in {where(line)}"
         try:
             done = self._step(line.stage, line.instruction, line.micro)
         except _FaultError as fault:
@@ -152,22 +158,6 @@ class _Interpreter:
             given=f"{instruction}, ranks {', '.join(map(str, ranks))}",
             required=f"tensor {tensor} complete, in place, and every part counted once",
             todo="if the plan was written by Planloom, report this as a bug with the plan file",
-        )
-
-    def _raise_deadlock(self, stuck: Sequence[Line]) -> None:
-        ranks = [", ".join(map(str, self.program.stages[line.stage].mesh.devices)) for line in stuck]
-        shown = "; ".join(
-            f"stage {line.stage} (ranks {who}) waits in {line.body} of micro-batch {line.micro} at instruction "
-            f"{line.index}: {_describe(line.instruction)}"
-            for line, who in zip(stuck, ranks, strict=True)
-        )
-        raise VerificationError(
-            "the program deadlocks: every stage waits for a message that is never matched"
-            + (", or for a collective to which not all come" if self.met else ""),
-            given=shown,
-            required="an order in which every receive meets its send"
-            + (", and all start their collectives in one order" if self.met else ""),
-            todo="change the order of the calls, or the stages' exchanges",
         )
 
     def _finish(self) -> Proof:
@@ -251,6 +241,8 @@ class _Interpreter:
             raise _FaultError(symbol.tensor, f"{buffer} is written while it is in flight", (device,))
         self.memory[device][place] = symbol
         self.written_by[device, place] = self.now
+        self.pieces.pop((device, place), None)
+        self.views.pop((device, place), None)
 
     def _local(self, s: int, device: int, instruction: Instruction, micro: int) -> None:
         match instruction:
@@ -269,15 +261,54 @@ class _Interpreter:
                 old = self.memory[device].get(self._place(target, micro))
                 new = symbol if old is None else self._add(device, tensor, old, symbol)
                 self._write(device, target, micro, new)
+            case Take():
+                self._take_piece(device, instruction, micro)
+            case Put():
+                self._put_piece(device, instruction, micro)
             case Free(buffer=buffer):
                 place = self._place(buffer, micro)
                 tensor = buffer.tensor
                 if (device, place) in self.in_flight:
                     raise _FaultError(tensor, f"{buffer} is freed while it is in flight", (device,))
                 self._read(device, buffer, micro, tensor)
-                del self.memory[device][place]
+                self._forget(device, place)
             case Update():
                 self._update(s, device, instruction, micro)
+
+    def _forget(self, device: int, place: Place) -> None:
+        self.memory[device].pop(place, None)
+        self.pieces.pop((device, place), None)
+
+    def _take_piece(self, device: int, take: Take, micro: int) -> None:
+        symbol = self._read(device, take.source, micro, take.tensor)
+        self._require_tensor(device, take.tensor, symbol)
+        try:
+            piece = extract(symbol, take.box, take.sizes)
+        except StepError as error:
+            raise _FaultError(take.tensor, str(error), (device,)) from None
+        self._write(device, take.target, micro, piece)
+        if take.source in self.persistent:
+            self.views[device, self._place(take.target, micro)] = take.source
+
+    def _put_piece(self, device: int, put: Put, micro: int) -> None:
+        """A piece beside those that are there; the buffer holds a value once none is missing."""
+        symbol = self._read(device, put.source, micro, put.tensor)
+        self._require_tensor(device, put.tensor, symbol)
+        place = self._place(put.target, micro)
+        if (device, place) in self.in_flight:
+            raise _FaultError(put.tensor, f"{put.target} is written while it is in flight", (device,))
+        pieces = self.pieces.get((device, place), [])
+        if place in self.memory[device] and not pieces:
+            raise _FaultError(put.tensor, f"a piece is written into {put.target}, which is none's place", (device,))
+        pieces = [*((found, box) for found, box in pieces if box != put.box), (symbol, put.box)]
+        try:
+            whole = join_pieces(pieces, put.sizes)
+        except StepError as error:
+            raise _FaultError(put.tensor, str(error), (device,)) from None
+        self.memory[device].pop(place, None)
+        if whole is not None:
+            self._write(device, put.target, micro, whole)
+        self.pieces[device, place] = pieces
 
     def _require_tensor(self, device: int, tensor: str, symbol: Symbol) -> None:
         if symbol.tensor != tensor:
@@ -367,7 +398,7 @@ class _Interpreter:
                 self._settle((device, place), others)
                 if others:
                     raise _FaultError(collective.tensor, f"{collective.source} is forgotten in flight", (device,))
-                self.memory[device].pop(place, None)
+                self._forget(device, place)
 
     def _require_rows(self, device: int, collective: Collective, symbol: Symbol, micro: int) -> None:
         """A ragged tensor is moved with its mask: complete, and of the very rows that the device holds."""
@@ -388,8 +419,8 @@ class _Interpreter:
         key = (send.channel, micro)
         if self.sent.get(key, set()).intersection(devices):
             raise _FaultError(send.tensor, f"channel {send.channel} is sent twice", devices)
-        messages: dict[_Message, Symbol] = {}
-        for message, transfer in _numbered(send.transfers):
+        messages: dict[Message, Symbol] = {}
+        for message, transfer in numbered(send.transfers):
             if transfer.source not in devices:
                 if transfer.source in self.program.mesh_at(s, send.source).devices:
                     continue  # the share of another role
@@ -446,7 +477,7 @@ class _Interpreter:
         if wait.free:
             for device in devices:
                 for place in places:
-                    self.memory[device].pop(place, None)
+                    self._forget(device, place)
         return True
 
     def _is_matched(self, device: int, channel: str, micro: int) -> bool:
@@ -476,7 +507,7 @@ class _Interpreter:
     def _deliver(self, device: int, place: Place, channel: str, micro: int) -> None:
         receive = self.received[channel, micro]
         sent = self.messages[channel, micro]
-        expected = {message: transfer.target_box for message, transfer in _numbered(receive.transfers)}
+        expected = {message: transfer.target_box for message, transfer in numbered(receive.transfers)}
         started = self.sent[channel, micro]
         odd_ones = (set(sent) - set(expected)) | {key for key in set(expected) - set(sent) if key[0] in started}
         if not self.program.shared:
@@ -517,7 +548,8 @@ class _Interpreter:
         except RunError as error:
             raise _FaultError(error.tensor, str(error), (device,)) from None
         if forward.saves:
-            kept = {b: self.memory[device][b, -1] for b in forward.inputs if b in self.persistent}
+            read_from = [self.views.get((device, self._place(b, micro)), b) for b in forward.inputs]
+            kept = {b: self.memory[device][b, -1] for b in read_from if b in self.persistent}
             self.saved[device, forward.run, micro] = kept
         for slot, buffer in zip(self.program.runs[forward.run].outputs, forward.outputs, strict=True):
             self._write(device, buffer, micro, made[slot.tensor])
@@ -561,35 +593,3 @@ class _Interpreter:
                 if i not in slots:
                     raise _FaultError(slot.tensor, "a run gives no cotangent of this input here", (device,))
                 self._write(device, wanted, micro, slots[i])
-
-
-def _where(line: Line) -> str:
-    return f"stage {line.stage}, {line.body}" + (f" of micro-batch {line.micro}" if line.micro >= 0 else "")
-
-
-def _numbered(transfers: Sequence[Transfer]) -> Iterator[tuple[_Message, Transfer]]:
-    """Messages as the wire tells them apart: by sender, receiver, and their order between these two."""
-    counts: dict[tuple[int, int], int] = {}
-    for transfer in transfers:
-        pair = (transfer.source, transfer.target)
-        counts[pair] = counts.get(pair, -1) + 1
-        yield (*pair, counts[pair]), transfer
-
-
-def _describe(instruction: Instruction) -> str:
-    match instruction:
-        case Collective(source=source, target=target, steps=steps):
-            return f"Collective {source} -> {target}: {'; '.join(map(str, steps))}"
-        case Coalesced(collectives=collectives):
-            return f"Coalesced {_describe(collectives[0])} and {len(collectives) - 1} others"
-        case Send(channel=channel) | Receive(channel=channel):
-            return f"{type(instruction).__name__} {channel}"
-        case Forward(run=run, again=True):
-            return f"Forward of run {run} again"
-        case Forward(run=run) | Backward(run=run) | WeightGradient(run=run):
-            return f"{type(instruction).__name__} of run {run}"
-        case Wait(buffer=buffer) | Free(buffer=buffer):
-            return f"{type(instruction).__name__} {buffer}"
-        case Sum(target=target) | Accumulate(target=target) | Seed(target=target):
-            return f"{type(instruction).__name__} into {target}"
-    return type(instruction).__name__

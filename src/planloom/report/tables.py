@@ -8,6 +8,7 @@ from rich.table import Table
 
 from planloom.cluster import COLLECTIVES, Cluster, format_bytes, format_seconds
 from planloom.plan import Plan
+from planloom.plan.families.recipe import Family
 from planloom.search import Candidate
 from planloom.simulate import Timeline
 
@@ -113,3 +114,16 @@ def plan_tables(plan: Plan, timeline: Timeline | None) -> list[Table]:
     if timeline is not None:
         table.caption = f"simulated step {format_seconds(timeline.step_seconds)}"
     return [table]
+
+
+def families_table(families: Sequence[Family]) -> Table:
+    """Plans that have a name: what they are, and their options with defaults."""
+    table = Table(title="Plans by name", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("name", "options", "what it is"):
+        table.add_column(name, overflow="fold")
+    for family in families:
+        options = [f"no-{n}" if v is True else n if v is False else f"{n}={v}" for n, v in family.options.items()]
+        table.add_row(family.name, ",".join(options), escape(family.about))
+    table.caption = "as planloom plan MODEL --cluster … --plan megatron:tp=2,pp=2,dp=2"
+    table.caption_justify = "left"
+    return table

@@ -38,11 +38,13 @@ from planloom.program import (
     Free,
     Instruction,
     Program,
+    Put,
     Receive,
     Seed,
     Send,
     StageProgram,
     Sum,
+    Take,
     Update,
     Wait,
     WeightGradient,
@@ -134,6 +136,7 @@ class _Walk:
         """What the last forward of a run read."""
         self.arriving: dict[Place, _Arrival] = {}
         self.gathers = {buffer for p in self.stage.parameters for buffer in p.gathers}
+        """Gathered parameters and pieces that lie in them: what a run saves of one holds no storage."""
         self.parameters = set(self.graph.parameters)
         self.borrowed: set[Place] = set()
         self.live: Bytes = {}
@@ -230,6 +233,15 @@ class _Walk:
                 self._put(target, micro, self._make(self.sizes[target], self._part(tensor)))
             case Accumulate(target=target, source=source, tensor=tensor):
                 self._accumulate(target, source, tensor, micro)
+            case Take(source=source, target=target, box=box, sizes=sizes):
+                if lies_together(box, sizes):
+                    self._put(target, micro, self._keep(source, micro))
+                    self.gathers.update({target} if source in self.gathers else ())
+                else:
+                    self._put(target, micro, self._make(self.sizes[target], self._part_of_pieces(source, micro)))
+            case Put(source=source, target=target):
+                if _place(target, micro) not in self.held:
+                    self._put(target, micro, self._make(self.sizes[target], self._part_of_pieces(source, micro)))
             case Seed(target=target):
                 self._put(target, micro, self._make(self.sizes[target], "temporaries"))
             case Free(buffer=buffer):
@@ -240,6 +252,11 @@ class _Walk:
 
     def _part(self, tensor: str) -> str:
         return "gradients" if tensor in self.parameters else "temporaries"
+
+    def _part_of_pieces(self, source: Buffer, micro: int) -> str:
+        """That of what they are pieces of; a copy of parameters is there for a run, as activations are."""
+        part = self.held[_place(source, micro)].part
+        return "activations" if part == "parameters" else part
 
     def _run_memory(self, run: int) -> RunMemory:
         return self.prices.run_memory(self.program, self.program.runs[run])

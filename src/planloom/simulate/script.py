@@ -23,6 +23,7 @@ from planloom.cost import Price, Prices
 from planloom.cost.prices import Source
 from planloom.cost.segments import BodySegment
 from planloom.layout import Mesh
+from planloom.layout.boxes import lies_together
 from planloom.program import (
     Accumulate,
     Backward,
@@ -31,10 +32,12 @@ from planloom.program import (
     Forward,
     Instruction,
     Program,
+    Put,
     Receive,
     Seed,
     Send,
     Sum,
+    Take,
     Transfer,
     Update,
     Wait,
@@ -127,7 +130,7 @@ class MeasuredSegments(Protocol):
 class _Written:
     """What earlier instructions of a body have done to buffers."""
 
-    accumulated: set[Buffer] = field(default_factory=set)
+    accumulated: list[Buffer] = field(default_factory=list)
     at_once: set[Buffer] = field(default_factory=set)
 
 
@@ -202,8 +205,13 @@ class ScriptWriter:
                     price = self._seen(self.prices.memory((1 + len(sources)) * sizes[target]))
                     items.append(self._busy("Sum", price))
                 case Accumulate(target=target):
-                    items += self._accumulate(sizes[target], is_first=target not in accumulated)
-                    accumulated.add(target)
+                    items += self._accumulate(target, sizes[target], accumulated.count(target))
+                    accumulated.append(target)
+                case Take(target=target, box=box, sizes=dims):
+                    if not lies_together(box, dims):  # else it is a view
+                        items.append(self._busy("Take", self._seen(self.prices.memory(2 * sizes[target]))))
+                case Put(source=source):
+                    items.append(self._busy("Put", self._seen(self.prices.memory(2 * sizes[source]))))
                 case Seed():
                     items.append(self._busy("Seed", self._seen(self.prices.memory(8))))
                 case Update():
@@ -227,19 +235,23 @@ class ScriptWriter:
                     at_once.update(collective.target for collective in collectives)
         return items
 
-    def _accumulate(self, num_bytes: int, *, is_first: bool) -> list[Item]:
-        """An addition into a buffer of the step; `is_first`: of its micro-batch.
+    def _accumulate(self, target: Buffer, num_bytes: int, num_before: int) -> list[Item]:
+        """An addition into a buffer of the step, or of a micro-batch, behind others in this body.
 
-        Over all micro-batches, the first value is kept as it is, the second makes a new buffer, and the others are
-        added in place: each takes the mean.
+        The first value is kept as it is, the second makes a new buffer, and the others are added in place; of a buffer
+        of the step over all micro-batches, of which each takes the mean.
         """
-        num_micro = self.program.num_micro_batches
-        if is_first and num_micro == 1:
+        num_micro = 1 if target.indexed else self.program.num_micro_batches
+        if num_before == 0 and num_micro == 1:
             return []
         price = self._seen(self.prices.accumulate(3 * num_bytes))
-        if is_first:
+        if num_before == (num_micro == 1):
             new = self._seen(self.prices.memory(3 * num_bytes))
-            price = replace(price, seconds=(new.seconds + (num_micro - 2) * price.seconds) / num_micro)
+            price = (
+                new
+                if num_micro == 1
+                else replace(price, seconds=(new.seconds + (num_micro - 2) * price.seconds) / num_micro)
+            )
         return [self._busy("Accumulate", price)]
 
     def _begin(self, s: int, collectives: tuple[Collective, ...]) -> list[Item]:

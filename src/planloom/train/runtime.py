@@ -12,6 +12,7 @@ from torch import Tensor
 from planloom.blocks import BlockGraph
 from planloom.execute import Given, LocalRun, RunVjp, local_slice
 from planloom.execute.background import Task
+from planloom.execute.pieces import dims, put, take
 from planloom.execute.split_vjp import SplitVjp
 from planloom.execute.vjp import Local
 from planloom.execute.wire import Finish, Wire
@@ -26,12 +27,14 @@ from planloom.program import (
     Free,
     Instruction,
     Program,
+    Put,
     Receive,
     Run,
     Seed,
     Send,
     StoredParameter,
     Sum,
+    Take,
     Update,
     Wait,
     WeightGradient,
@@ -227,6 +230,14 @@ class Runtime:
                 self._memory[self._place(target, micro)] = total
             case Accumulate(target=target, source=source):
                 self._accumulate(self._place(target, micro), self._get(source, micro))
+            case Take(source=source, target=target, box=box, sizes=sizes):
+                piece = take(self._get(source, micro), box, sizes, self._factors(instruction.tensor))
+                self._memory[self._place(target, micro)] = piece
+            case Put(source=source, target=target, box=box, sizes=sizes):
+                place, piece = self._place(target, micro), self._get(source, micro)
+                if place not in self._memory:
+                    self._memory[place] = piece.new_empty(dims(sizes, self._factors(instruction.tensor)))
+                put(self._memory[place], piece, box, sizes)
             case Seed(target=target, tensor=tensor):
                 dtype = getattr(torch, self.blocks.graph.tensors[tensor].dtype)
                 self._memory[self._place(target, micro)] = torch.ones((), dtype=dtype, device=self.at)
@@ -360,7 +371,7 @@ def _stream(instruction: Instruction) -> Stream | None:
     """Where an instruction's own time is spent; None if it only starts something, or forgets it."""
     if isinstance(instruction, Wait):
         return "waiting"
-    computing = Forward | Backward | WeightGradient | Sum | Accumulate | Update
+    computing = Forward | Backward | WeightGradient | Sum | Accumulate | Take | Put | Update
     return "compute" if isinstance(instruction, computing) else None
 
 

@@ -5,39 +5,37 @@ others wait for it. Here embeddings, head and loss are split along the vocabular
 stages before and behind those of layers, and the schedule `interlaced` calls them between the layers' rounds.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from planloom.blocks import Block, BlockGraph, find_segments
 from planloom.errors import PlanError
 from planloom.layout import Mesh
 from planloom.plan.draft import Draft, draft
-from planloom.plan.library import NamedPlan, _is_head, _op_work, _stage_meshes, _tensor_parallel
+from planloom.plan.families.recipe import BatchSpec, Family, Options
+from planloom.plan.parallel import is_head, op_work, recompute_layers, sharded, slices, tensor_parallel
 
 
-def interlaced(
-    blocks: BlockGraph,
-    options: Mapping[str, int | bool],
-    *,
-    batch: dict[str, tuple[tuple[int, ...], str]],
-    mesh: Mesh,
-) -> Draft:
+def interlaced(blocks: BlockGraph, options: Options, *, mesh: Mesh, batch: BatchSpec) -> Draft:
     """Embeddings in the first stage, head and loss in the last, both on all devices of a mesh with axes pp, dp and tp.
 
     On them the axis pp is named `groups`: there, it is no pipeline.
     """
-    groups, (first, last) = _stage_meshes(mesh, mesh.axis("pp").size), shared_ends(blocks)
+    groups, (first, last) = slices(mesh, "pp"), shared_ends(blocks)
     layers = [block.index for block in blocks.blocks if block.index not in first | last]
     stage_of = dict.fromkeys(first, 0) | _in_stages(blocks, layers, len(groups)) | dict.fromkeys(last, len(groups) + 1)
     stages = tuple(stage_of[block.index] for block in blocks.blocks)
     every = replace(mesh, axes=tuple(replace(a, name="groups") if a.name == "pp" else a for a in mesh.axes))
     written = replace(draft(blocks, every, batch=batch), meshes=(every, *groups, every), stages=stages)
-    written = _tensor_parallel(written, NamedPlan(tp=mesh.axis("tp").size))
+    written = tensor_parallel(written, "tp")
     over = tuple(name for name in ("groups", "tp") if every.axis(name).size > 1)
     for block in (blocks.blocks[index] for index in sorted(first | last)):
         dim = next((dim.name for dim in block.dims if dim.name in ("vocab", "out")), "")
         written = written.split(block.name, **{dim: over}) if dim and over else written
-    written = written.split("*", batch="dp") if mesh.axis("dp").size > 1 else written
+    if mesh.axis("dp").size > 1:
+        written = written.split("*", batch="dp")
+        written = sharded(written, "zero1") if options["zero1"] else written
+    written = recompute_layers(written) if options["recompute"] else written
     return written.order("interlaced", micro_batches=int(options["micro"]))
 
 
@@ -45,7 +43,7 @@ def shared_ends(blocks: BlockGraph) -> tuple[set[int], set[int]]:
     """The embeddings of tokens, encoder's and decoder's; the head and the loss."""
     from_inputs = blocks.graph.given_from_inputs
     first = {b.index for b in blocks.blocks if "vocab" in _kinds(b) and b.is_source and from_inputs & set(b.given)}
-    last = {block.index for block in blocks.blocks if block.name.startswith("loss") or _is_head(blocks, block)}
+    last = {block.index for block in blocks.blocks if block.name.startswith("loss") or is_head(blocks, block)}
     if not first or not last:
         raise PlanError(
             "the model has no vocabulary to split over all devices",
@@ -62,7 +60,7 @@ def _kinds(block: Block) -> set[str]:
 
 def _in_stages(blocks: BlockGraph, layers: Sequence[int], num_stages: int) -> dict[int, int]:
     """Cut the blocks of layers, one place a segment at most, where the fewest tensors cross; into about equal work."""
-    work = {index: sum(_op_work(blocks.graph, op) for op in blocks.blocks[index].ops) for index in layers}
+    work = {index: sum(op_work(blocks.graph, op) for op in blocks.blocks[index].ops) for index in layers}
     own, crossing = set(layers), dict.fromkeys(layers, 0)
     for tensor, users in blocks.consumers.items():
         made, used = blocks.producer.get(tensor, -1), max((user for user in users if user in own), default=-1)
@@ -78,3 +76,12 @@ def _in_stages(blocks: BlockGraph, layers: Sequence[int], num_stages: int) -> di
         free = free[: len(free) - left]
         chosen.append(min(free, key=lambda cut: abs(sum(work[i] for i in layers if i < cut) - wanted)))
     return {index: 1 + sum(cut <= index for cut in chosen) for index in layers}
+
+
+INTERLACED = Family(
+    name="interlaced",
+    about="layers in a pipeline, embeddings, head and loss split over all devices",
+    axes=("pp", "dp", "tp"),
+    options={"pp": 2, "dp": 1, "tp": 1, "micro": 4, "zero1": True, "recompute": False},
+    write=interlaced,
+)
