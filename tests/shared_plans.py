@@ -19,7 +19,7 @@ def interlaced_plan(
     """On devices 0 …, or these, in float64; `zero`: parameters in shards over dp."""
     blocks, spec = captured(model, torch.float64), batch_spec(build(model, torch.float64)[1])
     mesh = Mesh.of(devices or range(pp * dp * tp), pp=pp, dp=dp, tp=tp)
-    written = interlaced(blocks, {"micro": micro}, batch=spec, mesh=mesh)
+    written = interlaced(blocks, {"micro": micro, "zero1": False, "recompute": False}, batch=spec, mesh=mesh)
     written = written.store("*", zero, over="dp") if zero else written  # type: ignore[arg-type]
     return written.plan(f"interlaced pp={pp} dp={dp} tp={tp} micro={micro}")
 

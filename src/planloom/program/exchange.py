@@ -16,6 +16,9 @@ from planloom.layout import Box, Layout, Mesh, intersect
 from planloom.layout.boxes import relative, subtract
 from planloom.program.values import Transfer
 
+Message = tuple[int, int, int]
+"""(sender, receiver, number between these two)."""
+
 
 def plan_transfers(
     sizes: tuple[int, ...], source: Layout, source_mesh: Mesh, target: Layout, target_mesh: Mesh
@@ -56,6 +59,15 @@ def plan_transfers(
                 break
         assert not missing, "the layout of a stage covers the whole tensor"
     return tuple(transfers)
+
+
+def numbered(transfers: Sequence[Transfer]) -> Iterator[tuple[Message, Transfer]]:
+    """Messages as the wire tells them apart: by sender, receiver, and their order between these two."""
+    counts: dict[tuple[int, int], int] = {}
+    for transfer in transfers:
+        pair = (transfer.source, transfer.target)
+        counts[pair] = counts.get(pair, -1) + 1
+        yield (*pair, counts[pair]), transfer
 
 
 def _boxes(sizes: tuple[int, ...], layout: Layout, mesh: Mesh) -> list[Box]:

@@ -39,6 +39,7 @@ from planloom.program.bodies import PartBodies, StageBodies, Use, of_role
 from planloom.program.connect import Connections
 from planloom.program.gradients import Gradients, junction
 from planloom.program.loops import LoopWriter, find_loops
+from planloom.program.loss import LOSS, LOSS_TOTAL, complete_loss
 from planloom.program.recompute import Recomputation, find_recomputations, masks_of, runs_with_backward
 from planloom.program.rings import RingWriter, open_rings
 from planloom.program.schedule import Part, Ways
@@ -60,13 +61,9 @@ from planloom.program.values import (
     Slot,
     StageProgram,
     StoredParameter,
-    Sum,
     Wait,
     WeightGradient,
 )
-
-LOSS = Buffer(name="loss")
-_LOSS_TOTAL = Buffer(name="loss:total")
 
 
 def materialize(splits: Splits, runs: tuple[Run, ...], ways: Ways, price: DigitsPrice) -> Program:
@@ -171,7 +168,10 @@ class _Builder:
         for s in range(len(self.stages)):
             if self.trains:
                 self.gradients.update(s, self._stages_of_parameters())
-        self._loss()
+        run, slot = self.made[self.graph.loss]
+        makers = dict.fromkeys((run.stage, *(way[self._stage_of(run)] for way in self.ways.homes)))
+        told = set(range(self.ways.num_roles)).difference(self.splits.plan.members(run.stage))
+        complete_loss(self.connections, self.stages, slot, makers, sorted(told))
 
     @property
     def loss_group(self) -> int:
@@ -318,7 +318,7 @@ class _Builder:
         for slot, buffer in zip(base.outputs, outputs, strict=True):
             self.arrived[slot.tensor, slot.layout] = buffer
             if slot.tensor == self.graph.loss:
-                body.append(Accumulate(tensor=slot.tensor, target=_LOSS_TOTAL, source=buffer))
+                body.append(Accumulate(tensor=slot.tensor, target=LOSS_TOTAL, source=buffer))
             self._export(slot, buffer)
 
     def _receive_imports(self, base: Run) -> None:
@@ -606,34 +606,6 @@ class _Builder:
             self._await_at_the_end(complete)
             home = self.stages[source.part.group].cotangents.setdefault(source.part.way, {})
             home.setdefault(tensor, []).append((whole, received))
-
-    # -- loss
-
-    def _loss(self) -> None:
-        """Summed where it is made, at the copies of the last stage too, and told to all groups."""
-        run, slot = self.made[self.graph.loss]
-        whole, home = slot.layout.completed(), self.stages[run.stage]
-        stage = self._stage_of(run)
-        makers = list(dict.fromkeys([run.stage, *(homes[stage] for homes in self.ways.homes)]))
-        parts = []
-        for group in makers:
-            body, name = self.stages[group].exit, LOSS.name if len(makers) == 1 else "loss:here"
-            complete = self.connections.change(body, group, slot, _LOSS_TOTAL, slot.layout, whole, name)
-            if group != run.stage:
-                received = Buffer(name=f"loss:from{group}")
-                self.connections.exchange(slot, (group, body, complete, whole), (run.stage, home.exit, received, whole))
-                body.append(Wait(buffer=complete, free=True))
-                body += [Free(buffer=_LOSS_TOTAL)] if complete != _LOSS_TOTAL else []
-                complete = received
-            parts.append(complete)
-        if parts != [LOSS]:
-            home.exit.append(Sum(tensor=slot.tensor, target=LOSS, sources=tuple(parts)))
-        home.exit += [Free(buffer=part) for part in dict.fromkeys((*parts, _LOSS_TOTAL)) if part != LOSS]
-        told = [s for s in range(self.ways.num_roles) if s not in self.splits.plan.members(run.stage)]
-        for s in told:
-            self.connections.exchange(slot, (run.stage, home.exit, LOSS, whole), (s, self.stages[s].exit, LOSS, whole))
-        if told:
-            home.exit.append(Wait(buffer=LOSS))
 
 
 def _phases(plan: Plan, ways: Ways) -> dict[Part, frozenset[Phase]]:

@@ -12,7 +12,7 @@ every call of every stage and proves, or names the tensor, the instruction and t
 - at the end the loss is complete on every device, and every parameter was updated once, from its complete gradient.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from planloom.blocks import BlockGraph
 from planloom.errors import VerificationError
 from planloom.layout import Box
 from planloom.program.completeness import Completeness
+from planloom.program.exchange import Message, numbered
 from planloom.program.likeness import counted, goes_through, representatives, with_micro_batches
 from planloom.program.meetings import Key, Meetings
 from planloom.program.schedule import Line, interleave
@@ -44,14 +45,13 @@ from planloom.program.values import (
     Send,
     Sum,
     Take,
-    Transfer,
     Update,
     Wait,
     WeightGradient,
 )
+from planloom.program.wording import deadlock, described, where
 
 Place = tuple[Buffer, int]
-_Message = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +114,7 @@ class _Interpreter:
         """The devices that have started to send on a channel, for a micro-batch."""
         self.receiving: dict[tuple[str, int], set[int]] = {}
         self.received: dict[tuple[str, int], Receive] = {}
-        self.messages: dict[tuple[str, int], dict[_Message, Symbol]] = {}
+        self.messages: dict[tuple[str, int], dict[Message, Symbol]] = {}
         self.in_flight: dict[tuple[int, Place], list[_Work]] = {}
         self.written_by: dict[tuple[int, Place], str] = {}
         self.pieces: dict[tuple[int, Place], list[tuple[Symbol, Box]]] = {}
@@ -147,11 +147,11 @@ class _Interpreter:
     def run(self) -> Proof:
         stuck = interleave(self.program, self._guarded)
         if stuck:
-            self._raise_deadlock(stuck)
+            raise deadlock(self.program, stuck, of_meetings=bool(self.met))
         return self._finish()
 
     def _guarded(self, line: Line) -> bool:
-        self.now = f"instruction {line.index} ({_describe(line.instruction)}) in {_where(line)}"
+        self.now = f"instruction {line.index} ({described(line.instruction)}) in {where(line)}"
         try:
             done = self._step(line.stage, line.instruction, line.micro)
         except _FaultError as fault:
@@ -165,22 +165,6 @@ class _Interpreter:
             given=f"{instruction}, ranks {', '.join(map(str, ranks))}",
             required=f"tensor {tensor} complete, in place, and every part counted once",
             todo="if the plan was written by Planloom, report this as a bug with the plan file",
-        )
-
-    def _raise_deadlock(self, stuck: Sequence[Line]) -> None:
-        ranks = [", ".join(map(str, self.program.stages[line.stage].mesh.devices)) for line in stuck]
-        shown = "; ".join(
-            f"stage {line.stage} (ranks {who}) waits in {line.body} of micro-batch {line.micro} at instruction "
-            f"{line.index}: {_describe(line.instruction)}"
-            for line, who in zip(stuck, ranks, strict=True)
-        )
-        raise VerificationError(
-            "the program deadlocks: every stage waits for a message that is never matched"
-            + (", or for a collective to which not all come" if self.met else ""),
-            given=shown,
-            required="an order in which every receive meets its send"
-            + (", and all start their collectives in one order" if self.met else ""),
-            todo="change the order of the calls, or the stages' exchanges",
         )
 
     def _finish(self) -> Proof:
@@ -442,8 +426,8 @@ class _Interpreter:
         key = (send.channel, micro)
         if self.sent.get(key, set()).intersection(devices):
             raise _FaultError(send.tensor, f"channel {send.channel} is sent twice", devices)
-        messages: dict[_Message, Symbol] = {}
-        for message, transfer in _numbered(send.transfers):
+        messages: dict[Message, Symbol] = {}
+        for message, transfer in numbered(send.transfers):
             if transfer.source not in devices:
                 if transfer.source in self.program.mesh_at(s, send.source).devices:
                     continue  # the share of another role
@@ -530,7 +514,7 @@ class _Interpreter:
     def _deliver(self, device: int, place: Place, channel: str, micro: int) -> None:
         receive = self.received[channel, micro]
         sent = self.messages[channel, micro]
-        expected = {message: transfer.target_box for message, transfer in _numbered(receive.transfers)}
+        expected = {message: transfer.target_box for message, transfer in numbered(receive.transfers)}
         started = self.sent[channel, micro]
         odd_ones = (set(sent) - set(expected)) | {key for key in set(expected) - set(sent) if key[0] in started}
         if not self.program.shared:
@@ -626,37 +610,3 @@ class _Interpreter:
                 if i not in slots:
                     raise _FaultError(slot.tensor, "a run gives no cotangent of this input here", (device,))
                 self._write(device, wanted, micro, slots[i])
-
-
-def _where(line: Line) -> str:
-    return f"stage {line.stage}, {line.body}" + (f" of micro-batch {line.micro}" if line.micro >= 0 else "")
-
-
-def _numbered(transfers: Sequence[Transfer]) -> Iterator[tuple[_Message, Transfer]]:
-    """Messages as the wire tells them apart: by sender, receiver, and their order between these two."""
-    counts: dict[tuple[int, int], int] = {}
-    for transfer in transfers:
-        pair = (transfer.source, transfer.target)
-        counts[pair] = counts.get(pair, -1) + 1
-        yield (*pair, counts[pair]), transfer
-
-
-def _describe(instruction: Instruction) -> str:
-    match instruction:
-        case Collective(source=source, target=target, steps=steps):
-            return f"Collective {source} -> {target}: {'; '.join(map(str, steps))}"
-        case Coalesced(collectives=collectives):
-            return f"Coalesced {_describe(collectives[0])} and {len(collectives) - 1} others"
-        case Send(channel=channel) | Receive(channel=channel):
-            return f"{type(instruction).__name__} {channel}"
-        case Forward(run=run, again=True):
-            return f"Forward of run {run} again"
-        case Forward(run=run) | Backward(run=run) | WeightGradient(run=run):
-            return f"{type(instruction).__name__} of run {run}"
-        case Wait(buffer=buffer) | Free(buffer=buffer):
-            return f"{type(instruction).__name__} {buffer}"
-        case Take(source=source, target=target):
-            return f"Take {target} of {source}"
-        case Sum(target=target) | Accumulate(target=target) | Seed(target=target) | Put(target=target):
-            return f"{type(instruction).__name__} into {target}"
-    return type(instruction).__name__

@@ -11,7 +11,7 @@ from planloom.plan.families.recycled import RECYCLED
 from planloom.plan.families.usual import USUAL
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {family.name: family for family in (*USUAL, *CONTEXT, *INTERLACED, RECYCLED)}
+    {family.name: family for family in (*USUAL, *CONTEXT, INTERLACED, RECYCLED)}
 )
 
 

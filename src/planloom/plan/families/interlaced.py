@@ -13,7 +13,7 @@ from planloom.errors import PlanError
 from planloom.layout import Mesh
 from planloom.plan.draft import Draft, draft
 from planloom.plan.families.recipe import BatchSpec, Family, Options
-from planloom.plan.parallel import block_work, is_head, slices, tensor_parallel
+from planloom.plan.parallel import block_work, is_head, recompute_layers, sharded, slices, tensor_parallel
 
 
 def interlaced(blocks: BlockGraph, options: Options, *, mesh: Mesh, batch: BatchSpec) -> Draft:
@@ -32,7 +32,10 @@ def interlaced(blocks: BlockGraph, options: Options, *, mesh: Mesh, batch: Batch
     for block in (blocks.blocks[index] for index in sorted(first | last)):
         dim = next((dim.name for dim in block.dims if dim.name in ("vocab", "out")), "")
         written = written.split(block.name, **{dim: over}) if dim and over else written
-    written = written.split("*", batch="dp") if mesh.axis("dp").size > 1 else written
+    if mesh.axis("dp").size > 1:
+        written = written.split("*", batch="dp")
+        written = sharded(written, "zero1") if options["zero1"] else written
+    written = recompute_layers(written) if options["recompute"] else written
     return written.order("interlaced", micro_batches=int(options["micro"]))
 
 
@@ -75,12 +78,10 @@ def _in_stages(blocks: BlockGraph, layers: Sequence[int], num_stages: int) -> di
     return {index: 1 + sum(cut <= index for cut in chosen) for index in layers}
 
 
-INTERLACED = (
-    Family(
-        name="interlaced",
-        about="layers in a pipeline; embeddings, head and loss over all devices, in between",
-        axes=("pp", "dp", "tp"),
-        options={"pp": 2, "dp": 1, "tp": 1, "micro": 4},
-        write=interlaced,
-    ),
+INTERLACED = Family(
+    name="interlaced",
+    about="layers in a pipeline, embeddings, head and loss split over all devices",
+    axes=("pp", "dp", "tp"),
+    options={"pp": 2, "dp": 1, "tp": 1, "micro": 4, "zero1": True, "recompute": False},
+    write=interlaced,
 )
