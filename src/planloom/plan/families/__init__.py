@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from planloom.errors import PlanError
+from planloom.plan.families.pieces import PIECES
 from planloom.plan.families.recipe import Family, Option, Recipe
 from planloom.plan.families.usual import USUAL
 
-FAMILIES: Mapping[str, Family] = MappingProxyType({family.name: family for family in (*USUAL,)})
+FAMILIES: Mapping[str, Family] = MappingProxyType({family.name: family for family in (*USUAL, *PIECES)})
 
 
 def parse_recipe(text: str) -> Recipe:
