@@ -22,6 +22,11 @@ CASES = [
     ("zoo/qwen3_moe", "experts:ep=2,tp=2"),
     ("llama", "context:cp=2,dp=2"),
     ("gpt", "interlaced:pp=2,micro=2"),
+    ("gpt", "atp:d1=2,d2=2,chunks=4"),
+    ("llama", "coshard:tp=2,pieces=2"),
+    ("zoo/swin", "coshard:tp=2,pieces=2"),
+    ("zoo/t5", "coshard:dp=2,tp=2,pieces=2,no-recompute"),
+    ("zoo/vit", "coshard:dp=2,pp=2,micro=2,pieces=2,samples"),
 ]
 
 
