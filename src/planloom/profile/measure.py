@@ -25,6 +25,7 @@ from planloom.graph import RANDOM_STATE
 from planloom.profile.capacity import too_large, why_not
 from planloom.profile.links import measure_collective, measure_exchange, measure_overlap, measure_sum
 from planloom.profile.memory import measure_peak_bytes
+from planloom.profile.rest import measure_rest
 from planloom.profile.rounds import NUM_ROUNDS, Rounds
 from planloom.profile.runs import MakeLocal, Measured, RunBench, measure_run, measure_run_again
 from planloom.profile.timing import BUDGET_SECONDS, slowest, time_phases
@@ -129,6 +130,8 @@ def _tasks(bench: _Bench, whole: Work, work: Work, wire: Wire | None) -> list[Ta
                 tasks.append(partial(measure_exchange, wire, link, num_bytes, bench.device, budget_seconds=budget))
     if work.overlap:
         tasks.append(partial(_measure_overlap, bench, whole.runs, wire))
+    if work.rest:
+        tasks.append(partial(measure_rest, bench.device))
     return tasks
 
 
