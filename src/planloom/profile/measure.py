@@ -4,8 +4,8 @@ Without a process group one process measures runs and updates: shards are symmet
 all ranks measure the same thing at the same time, as they will compute at the same time in training, and what is sent
 is measured, too. What does not fit into memory is left out with the reason.
 
-On CPUs what is computed is measured in rounds (`rounds`): all of it once, then all of it again. What is sent is not: the
-links' bandwidth decides.
+On CPUs what is computed is measured in rounds (`rounds`): all of it once, then all of it again. What is sent is not:
+the links' bandwidth decides.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence

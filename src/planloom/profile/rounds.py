@@ -1,13 +1,14 @@
 """Figures of several rounds: a machine's speed changes while it is profiled, and plans are compared with each other.
 
-A core computes more or less in a second as its clock changes and as others use its caches and its memory, for seconds or
-minutes at a time. If every run is measured once, one after another, those measured in a slow minute look slow, and a
-plan made of them loses. So all are measured, then all again, in the other order, and the median of the rounds counts:
+A core computes more or less in a second as its clock changes and as others use its caches and its memory, for seconds
+or minutes at a time. If every run is measured once, one after another, those measured in a slow minute look slow, and
+a plan made of them loses. So all are measured, then all again, in the other order, and the median of the rounds counts:
 every run has met the same minutes.
 
-[Empirical] Four ranks of 0.4 cores on a machine whose other work ran at idle priority, three profiles in a row of the 12
-runs of three pipelines, 22 s each, 2 vCPU AMD EPYC, 2026-11-18: the third took 1.2 to 2.0 times as long as the
-first, in the median 1.5, with the same share of CPU seconds; within a profile a run's samples deviated by 5 to 25 %.
+[Empirical] Four ranks of 0.4 cores of a machine whose other work ran at idle priority, three profiles in a row of the
+12 runs of three pipelines, 22 s each, 2 vCPU AMD EPYC, 2026-11-18: the third took 1.25 to 2 times as long as the
+first, in the median 1.55, with the same share of CPU seconds; within a profile a run's samples deviated by 5 to 25 %.
+In rounds, two profiles of 60 s in a row differed by 5 % in the median.
 """
 
 import statistics

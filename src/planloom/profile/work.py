@@ -25,6 +25,7 @@ from planloom.cost.keys import (
     update_key,
 )
 from planloom.program import Program, Run, Send, Transfer, collectives_in
+from planloom.program.sizes import mask_bytes_of_steps
 
 COVERED_RATIO = 2.0
 MEMORY_ELEMENTS = (1 << 10, 1 << 14, 1 << 18, 1 << 22)
@@ -135,6 +136,9 @@ def _steps(blocks: BlockGraph, program: Program) -> Iterator[tuple[Step, int]]:
             for instruction in body:
                 parts = collectives_in(instruction)
                 dims = [part.sizes for part in parts]
+                for part in parts:
+                    masks = zip(part.steps, mask_bytes_of_steps(part), strict=True)
+                    yield from ((step, num_bytes) for step, num_bytes in masks if num_bytes)
                 for steps in zip(*(part.steps for part in parts), strict=True):
                     of = zip((part.tensor for part in parts), dims, strict=True)
                     if not steps[0].is_local:
