@@ -8,7 +8,7 @@ every run has met the same minutes.
 [Empirical] Four ranks of 0.4 cores of a machine whose other work ran at idle priority, three profiles in a row of the
 12 runs of three pipelines, 22 s each, 2 vCPU AMD EPYC, 2026-11-18: the third took 1.25 to 2 times as long as the
 first, in the median 1.55, with the same share of CPU seconds; within a profile a run's samples deviated by 5 to 25 %.
-In rounds, two profiles of 60 s in a row differed by 5 % in the median.
+In rounds, two profiles of 60 s in a row differed by 7 % in the median, at most by 30 %.
 """
 
 import statistics
