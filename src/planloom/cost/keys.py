@@ -15,6 +15,7 @@ a real network it matters which ranks talk, and sizes of the same groups may be 
 | accumulate/<bytes>                       | seconds of an addition in place that reads and writes so many bytes    |
 | segment/<digest>                         | seconds of a segment of a body with its collectives; see `segments`    |
 | overlap/compute, overlap/communication   | how many times longer a run, or a collective, takes while both go on   |
+| rest/seconds, rest/share                 | what a device that has waited makes good, and its share of a core      |
 """
 
 import hashlib
@@ -139,6 +140,7 @@ def _word_key(key: str, number: int) -> str:
 _MASK_BITS = 48
 MEMORY_PREFIX, ACCUMULATE_PREFIX, SEGMENT_PREFIX = "memory/", "accumulate/", "segment/"
 OVERLAP_COMPUTE_KEY, OVERLAP_COMMUNICATION_KEY = "overlap/compute", "overlap/communication"
+REST_SECONDS_KEY, REST_SHARE_KEY = "rest/seconds", "rest/share"
 
 
 def sizes_measured(prefix: str, known: Iterable[str]) -> list[int]:
