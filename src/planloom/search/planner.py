@@ -45,6 +45,8 @@ USABLE_MEMORY = 0.92
 allocator cannot use. [Assumed]"""
 _AT_ONCE = 2
 """Problems of one shape that are solved together."""
+_FILLED, _NEAR = 8, 1.03
+"""How many of the best solutions have their stages filled, and how far from the best they may be."""
 Progress = Callable[[str, int, int], None]
 
 
@@ -273,6 +275,7 @@ class Planner:
 
         The problem with the least bound comes first: where its bound stays the least, others need not be better.
         """
+        self._fill(findings, best, limit, wishes, progress)
         wanted = [problem for problem in findings.closed if problem.bound_seconds < (1 - TOLERANCE) * best.least]
         bounds = {problem.candidate: problem.bound_seconds for problem in wanted}
         solved = {own.solution.candidate: own for own in findings.solved}
@@ -302,6 +305,23 @@ class Planner:
             replace(problem, bound_seconds=bounds.get(problem.candidate, problem.bound_seconds))
             for problem in findings.closed
         ]
+
+    def _fill(
+        self, findings: _Findings, best: BestSeconds, limit: float, wishes: Wishes, progress: Progress | None
+    ) -> None:
+        """Better solutions of the best problems that memory may have made slower."""
+        bounds = {problem.candidate: problem.bound_seconds for problem in findings.closed}
+        ranked = sorted(findings.solved, key=lambda own: own.seconds)
+        for number, own in enumerate(ranked[:_FILLED]):
+            candidate = own.solution.candidate
+            if own.seconds > _NEAR * best.least or bounds[candidate] >= (1 - TOLERANCE) * own.seconds:
+                continue
+            if progress is not None:
+                progress(f"filling stages of {candidate.shape}", number, _FILLED)
+            found = self.solver(candidate, limit, wishes).filled(0, own.solution)
+            if found is not None and found is not own.solution:
+                best.add(found.estimate.step_seconds)
+                findings.solved[findings.solved.index(own)] = Ranked(solution=found, limit_bytes=limit)
 
     def least_seconds(self, num_stages: int, num_micro: int) -> float:
         """A bound on every plan with these numbers: all operations at the peak rate, perfectly divided, and the bubble.

@@ -15,11 +15,13 @@ from itertools import pairwise
 import numpy as np
 
 from planloom.search.conversions import Array
+from planloom.search.cut_bound import CutBound
 from planloom.search.elimination import Indices, largest_table, minimize
 from planloom.search.figures import Choice, block_figures, exchange_seconds, with_best_junctions
+from planloom.search.filling import Filler
 from planloom.search.one_stage import TOLERANCE, best_of_one_stage
 from planloom.search.pipeline_bound import Multipliers, PipelineBound
-from planloom.search.settled import settled_tables
+from planloom.search.settled import SettledProblem
 from planloom.search.space import Candidate
 from planloom.search.stages import Estimate, Packing, estimate_stages, kept_micro_batches, pack_stages
 from planloom.search.tables import Costs, Tables
@@ -38,6 +40,10 @@ _MAX_NUMBERS = 1_000_000
 """In the largest table of problems that are solved at once: 8 MB, about what a processor's cache holds."""
 _ROOMS = (1.0, 0.99, 0.97, 0.93)
 """Shares of the room that are tried where options meet and hold more between them than each by itself."""
+_FILLINGS, _MORE_ROOM = 8, 1.05
+"""How often stages are filled, each time with less room by so many times what they were too large."""
+_AROUND = (0.5, 0.8, 1.0, 1.25, 2.0)
+"""Multiples of a stage's price of memory for which stages are filled with options."""
 _ROUNDS, _FINER = 1, 4
 """Rounds of finer prices between two that were taken, and how many of them."""
 _MOST_STAGES = 32
@@ -122,8 +128,9 @@ class Solver:
         """The same problem with other limits, stage by stage."""
         other = copy(self)
         other.limits, other.bounds = np.array(limits), self.bounds.copy()
-        found = other.solve([self.tables.candidates.index(solution.candidate)], below=np.inf)
-        return found[0] if found else None
+        g = self.tables.candidates.index(solution.candidate)
+        found = other.solve([g], below=np.inf)
+        return other.filled(g, found[0]) if found else None
 
     def refined(
         self, g: int, solution: Solution | None, *, below: float = np.inf, enough: float = np.inf
@@ -135,11 +142,16 @@ class Solver:
         known = min(below, solution.estimate.step_seconds) if solution is not None else below
         if self.num_stages > _MOST_STAGES:
             return solution
-        tables = settled_tables(self.tables, g)
+        problem = SettledProblem.of(self.tables, g)
         if self.num_stages > 1:
-            self.bounds[g] = max(self.bounds[g], self._pipeline_bound(g, tables, known, enough))
+            bound = PipelineBound(
+                problem, self.places, self.limits.tolist(), known_seconds=known, recompute=self.recompute
+            )
+            self.bounds[g] = max(self.bounds[g], self._pipeline_bound(g, bound, known, enough))
         else:
-            found = best_of_one_stage(tables, 0, float(self.limits[0]), recompute=self.recompute, known_seconds=known)
+            found = best_of_one_stage(
+                problem.tables, 0, float(self.limits[0]), recompute=self.recompute, known_seconds=known
+            )
             self.bounds[g] = max(self.bounds[g], found.bound_seconds)
             if found.choice is not None:
                 everything = Packing(first_blocks=(0,), options=(0,) * len(self.tables.network.blocks.blocks))
@@ -148,28 +160,79 @@ class Solver:
             return None
         return replace(solution, bound_seconds=min(float(self.bounds[g]), solution.estimate.step_seconds))
 
-    def _pipeline_bound(self, g: int, tables: Tables, known: float, enough: float) -> float:
+    def filled(self, g: int, solution: Solution | None) -> Solution | None:
+        """A better solution of a problem with several stages, filled segment by segment; or the one that there is."""
+        if not 1 < self.num_stages <= _MOST_STAGES or not np.isfinite(self._totals[g]):
+            return solution
+        problem = SettledProblem.of(self.tables, g)
+        bound = PipelineBound(
+            problem, self.places, self.limits.tolist(), known_seconds=np.inf, recompute=self.recompute
+        )
+        options = self._options(g, problem, self._rows(g))
+        multipliers = bound.multipliers([block_figures(self.tables, g, choice) for choice in options])
+        if multipliers is not None:
+            weight = float(self.tables.weights[g])
+            prices = weight * multipliers.price / (1 + (bound.num_micro - 1) * multipliers.pace)
+            rows = {(float(p * share), float(k)) for p, k in zip(prices, bound.kept, strict=True) for share in _AROUND}
+            options += self._options(g, problem, sorted(rows))
+        return self._filled_with(g, options, solution)
+
+    def _filled_with(self, g: int, options: Sequence[Choice], solution: Solution | None) -> Solution | None:
+        """Stages that turn out too large, as what lies between different options needs room too, get less of it."""
+        figures = [block_figures(self.tables, g, choice) for choice in options]
+        kept = kept_micro_batches(self.num_stages, int(self.tables.num_micro[g]))
+        limits = self.limits.copy()
+        for _ in range(_FILLINGS):
+            packing = Filler(
+                figures, self.places, self._segment_starts, weight=float(self.tables.weights[g]),
+                kept=kept, limits=limits.tolist(),
+            ).packing()  # fmt: skip
+            if packing is None:
+                break
+            choice = self._settled(g, self._merged(options, packing))
+            held = [stage.num_bytes for stage in self.estimate(g, choice, packing.first_blocks).stages]
+            excess = np.maximum(0.0, np.array(held) - self.limits)
+            if not excess.any():
+                found = self._solution(g, options, packing)
+                return found if found is not None and _is_faster(found, solution) else solution
+            limits = limits - _MORE_ROOM * excess
+        return solution
+
+    def _rows(self, g: int) -> list[tuple[float, float]]:
+        """Prices of memory, each with the micro-batches that a stage keeps: those of the first stage, of one in the
+        middle and of the last."""
+        counts = sorted({float(k) for k in kept_micro_batches(self.num_stages, int(self.tables.num_micro[g]))})
+        scale = float(self._totals[g]) / (self.num_stages * self.limit_bytes)
+        rows = [(scale * price, k) for k in {counts[0], counts[len(counts) // 2], counts[-1]} for price in _PRICES]
+        return [*rows, (0.0, counts[0])]
+
+    def _options(self, g: int, problem: SettledProblem, rows: Sequence[tuple[float, float]]) -> list[Choice]:
+        """What is best at prices of memory among choices that plans have."""
+        prices, kept = (np.array(own) for own in zip(*rows, strict=True))
+        found = _Minimized.of(problem.costs(prices, kept, recompute=self.recompute))
+        choices = _distinct({float(i): self._settled(g, found.choice(i)) for i in range(len(rows))})
+        return list(choices.values())
+
+    def _pipeline_bound(self, g: int, bound: PipelineBound, known: float, enough: float) -> float:
         """With multipliers that were good for another problem of the batch, or else with its own."""
-        bound = PipelineBound(tables, 0, self.limits.tolist(), known_seconds=known, recompute=self.recompute)
         best = bound.at(self._multipliers).seconds if self._multipliers is not None else 0.0
         if best >= min(enough, (1 - TOLERANCE) * known):
             return best
-        counts = sorted({float(k) for k in kept_micro_batches(self.num_stages, int(tables.num_micro[0]))})
-        scale = float(self._totals[g]) / (self.num_stages * self.limit_bytes)
-        rows = [(scale * price, k) for k in {counts[0], counts[len(counts) // 2], counts[-1]} for price in _PRICES]
-        rows.append((0.0, counts[0]))
-        costs = tables.costs(
-            np.array([price for price, _ in rows]), np.array([k for _, k in rows]), np.zeros(len(rows), dtype=np.intp),
-            recompute=self.recompute,
-        )  # fmt: skip
-        found = _Minimized.of(costs)
-        choices = _distinct({float(i): found.choice(i) for i in range(len(rows))}).values()
-        multipliers = bound.multipliers([block_figures(tables, 0, self._settled(g, choice)) for choice in choices])
+        options = self._options(g, bound.problem, self._rows(g))
+        multipliers = bound.multipliers([block_figures(self.tables, g, choice) for choice in options])
         if multipliers is None:
             return best
-        found_bound = bound.at(multipliers)
-        self._multipliers = replace(multipliers, cut=found_bound.cut)
-        return max(best, found_bound.seconds)
+        found = bound.at(multipliers)
+        self._multipliers = replace(multipliers, cuts=found.cuts)
+        best = max(best, found.seconds)
+        if best >= min(enough, (1 - TOLERANCE) * known) or not np.isfinite(known):
+            return best
+        cuts = CutBound(
+            bound.problem, self.places, prices=multipliers.price / (1 + (bound.num_micro - 1) * multipliers.pace),
+            kept=bound.kept, limits=self.limits, num_micro=bound.num_micro, recompute=self.recompute,
+        )  # fmt: skip
+        exchange = bound.exchange_seconds
+        return max(best, cuts.seconds(known - exchange) + exchange)
 
     def smallest(self, g: int, price: float) -> Choice:
         """The solution for one price of memory, in shares of that at which all memory costs as much as the step."""
