@@ -12,10 +12,11 @@ from planloom.search.cut_bound import CutBound
 from planloom.search.figures import Choice, block_figures, exchange_seconds, with_best_junctions
 from planloom.search.filling import Filler
 from planloom.search.pipeline_bound import Multipliers, PipelineBound
+from planloom.search.schedules import Schedule
 from planloom.search.settled import SettledProblem
 from planloom.search.solutions import Solver
 from planloom.search.space import Candidate
-from planloom.search.stages import BlockFigures, Estimate, estimate_stages, kept_micro_batches
+from planloom.search.stages import BlockFigures, Estimate, estimate_stages
 from tests.pure.layered_graph import layered_blocks
 from tests.pure.test_search_stages import changed, figures, mixed
 
@@ -115,7 +116,7 @@ def test_without_a_limit_the_bound_of_cuts_is_the_best_cut() -> None:
             SettledProblem.of(own.tables, 0),
             PLANNER.places,
             prices=np.zeros(own.num_stages),
-            kept=np.array(kept_micro_batches(own.num_stages, NUM_MICRO), dtype=float),
+            kept=np.array(Schedule().kept(own.num_stages, NUM_MICRO), dtype=float),
             limits=own.limits,
             num_micro=NUM_MICRO,
             recompute=True,
@@ -131,7 +132,8 @@ def test_where_memory_binds_the_gap_is_small(shape: str) -> None:
     own = solver(shape, 0.97 * free.estimate.num_bytes)
     known = own.solve([0], below=np.inf)
     solution = own.refined(0, own.filled(0, known[0] if known else None))
-    assert solution is not None and solution.estimate.num_bytes <= own.limit_bytes
+    assert solution is not None
+    assert solution.estimate.num_bytes <= own.limit_bytes
     assert own.bounds[0] <= solution.estimate.step_seconds <= own.bounds[0] / (1 - FURTHEST)
 
 
@@ -144,7 +146,7 @@ def test_filled_stages_fit_and_are_no_slower_than_any_with_one_option_each(seed:
     for other in (seed + 100, seed + 200):
         options.append(changed(options[-1], np.random.default_rng(other)))
     places, switches = tuple(range(1, num_blocks)), tuple(range(0, num_blocks, 2))
-    kept, weight = kept_micro_batches(num_stages, num_micro), float(num_micro + num_stages - 1)
+    kept, weight = Schedule().kept(num_stages, num_micro), float(num_micro + num_stages - 1)
     num_found = 0
     for limit in (2.5 / num_stages, 4 / num_stages, 8.0):
         filler = Filler(options, places, switches, weight=weight, kept=kept, limits=[limit] * num_stages)

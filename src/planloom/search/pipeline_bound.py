@@ -17,6 +17,9 @@ sum above is too small: with P ≤ max μ_s, known from the least work of all bl
 without a price of memory, and  (m - 1) w_t P + λ_t limit_t  is added. So has every block of such a segment the cheapest
 of all stages, or what it costs in t, and the least that is added for any t comes on top.
 
+Where device groups have v stages each (`schedules`), weights and prices are those of groups, u_g = 1/v + (m - 1/v) w_g,
+every stage is a choice by itself, and the space has no plans with a stage inside a segment.
+
 The bound is concave in θ. With θ_s just so large that no segment is better off where it is cut, every cut costs the
 bound what only one segment gains by it. Where blocks cost what they cost in other stages, θ_s is small, and where
 the price of memory changes from s to s + 1, large: one θ for all cuts would cost as much as the dearest at each.
@@ -48,7 +51,7 @@ from planloom.search.elimination import (
 )
 from planloom.search.network import ChainSegment, Key, Variable
 from planloom.search.settled import Joint, SettledProblem
-from planloom.search.stages import BlockFigures, kept_micro_batches
+from planloom.search.stages import BlockFigures
 from planloom.search.strategies import boundary_states, split_of
 from planloom.search.tables import Tables
 
@@ -64,7 +67,7 @@ _DEAR = 10.0
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Multipliers:
-    """Of every stage: weights of its pace and of what it does once a step, and the price of its memory."""
+    """Of every group: weights of its pace and of what it does once a step, and the price of its memory."""
 
     pace: Array
     step: Array
@@ -96,14 +99,17 @@ class PipelineBound:
         recompute: bool,
     ) -> None:
         self.problem, self.tables, self.limits, self.recompute = problem, problem.tables, np.array(limits), recompute
-        self.num_stages, self.num_micro = len(limits), int(self.tables.num_micro[0])
-        self.kept = np.array(kept_micro_batches(self.num_stages, self.num_micro), dtype=float)
+        candidate = self.tables.candidates[0]
+        self.num_groups, self.num_stages, self.num_micro = len(limits), candidate.num_stages, candidate.num_micro
+        self.group_of = np.arange(self.num_stages) % self.num_groups
+        self.latency, self.stages_per_group = candidate.schedule.latency, candidate.schedule.stages_per_group
+        self.kept = np.array(candidate.kept, dtype=float)
         self.known_seconds = known_seconds
         self.places = sorted(places)
         chain = problem.chain
         least_seconds = {segment.kind: self._least_seconds(segment) for segment in chain}
-        self.least_pace = sum(least_seconds[segment.kind] for segment in chain) / self.num_stages
-        """No plan's slowest stage takes less."""
+        self.least_pace = sum(least_seconds[segment.kind] for segment in chain) / self.num_groups
+        """No plan's slowest group takes less."""
         self.exchange_seconds = least_exchange_seconds(self.tables, 0, places)
 
     # -- a bound for multipliers
@@ -142,15 +148,17 @@ class PipelineBound:
         return bound(_SCALE * prices)
 
     def _most_layers(self) -> float:
-        """How often a stage has the largest block of a layer at most: between two of them lies a whole layer."""
+        """How often a group has the largest block of a layer at most: between two in a stage lies a whole layer."""
         chain = self.problem.chain
         repeated = [segment for segment in chain if segment.is_repeated]
         if not np.isfinite(self.known_seconds) or self.num_micro < 2 or not repeated:
             return float(len(chain))
         kinds = {segment.kind: self._least_seconds(segment) for segment in chain}
         everything, least = sum(kinds[own.kind] for own in chain), min(kinds[own.kind] for own in repeated)
-        pace = (self.known_seconds - everything) / (self.num_micro - 1)  # Σ μ_s is everything at least
-        return min(float(len(chain)), max(1.0, pace / least + 1)) if least > 0 else float(len(chain))
+        # Σ μ_s is everything at least.
+        pace = (self.known_seconds - self.latency * everything) / (self.num_micro - self.latency)
+        most = pace / least + self.stages_per_group if least > 0 else float(len(chain))
+        return min(float(len(chain)), max(1.0, most))
 
     def _least_seconds(self, segment: ChainSegment) -> float:
         own = [self.tables.unary[v.key] for v in segment.variables]
@@ -168,9 +176,15 @@ class PipelineBound:
 
     # -- multipliers
 
+    def price_of_seconds(self, found: Multipliers) -> Array:
+        """Of every stage the price of its memory in its own seconds a micro-batch."""
+        rate = self.latency + (self.num_micro - self.latency) * found.pace
+        prices: Array = (found.price / rate)[self.group_of]
+        return prices
+
     def multipliers(self, options: Sequence[BlockFigures]) -> Multipliers | None:
         """The dual of the linear program: fractions of segments in stages, by options."""
-        p, kinds = self.num_stages, self._kinds()
+        p, kinds = self.num_groups, self._kinds()
         sums = [[_segment_sums(own, blocks) for own in options] for _, _, blocks in kinds]
         peak = float(np.median([own.peak_bytes.max() for own in options]))
         columns: list[tuple[int, int, Array]] = []
@@ -182,10 +196,10 @@ class PipelineBound:
         cost, rows, limits = np.zeros(n + 2 + p), np.zeros((3 * p, n + 2 + p)), np.zeros(3 * p)
         equal, counts = np.zeros((len(kinds), n + 2 + p)), np.array([float(count) for count, _, _ in kinds])
         for i, (kind, s, (micro, step, stored, saved)) in enumerate(columns):
-            cost[i], equal[kind, i] = micro, 1.0
-            rows[s, i], rows[p + s, i] = micro, step
-            rows[2 * p + s, i] = (stored + self.kept[s] * saved) / self.limits[s]
-        cost[n], cost[n + 1] = self.num_micro - 1, 1.0
+            cost[i], equal[kind, i], group = self.latency * micro, 1.0, self.group_of[s]
+            rows[group, i], rows[p + group, i] = micro, step
+            rows[2 * p + group, i] = (stored + self.kept[s] * saved) / self.limits[group]
+        cost[n], cost[n + 1] = self.num_micro - self.latency, 1.0
         rows[:p, n], rows[p : 2 * p, n + 1] = -1.0, -1.0
         # More memory is dear, not impossible: so there are prices even where these options do not fit.
         cost[n + 2 :] = _DEAR * self.num_micro * max(float(own.micro_seconds.sum()) for own in options) / p
@@ -219,13 +233,16 @@ class _Rows:
 
     def __init__(self, bound: PipelineBound, found: Multipliers, peak_keys: dict[Key, Key], most: float) -> None:
         self.problem, self.tables, self.recompute = bound.problem, bound.tables, bound.recompute
-        self.pace = 1 + (bound.num_micro - 1) * found.pace
-        self.step, self.price, self.held = found.step, found.price, found.price * bound.kept
-        self.peak_keys, self.peak_price = peak_keys, found.price / most
+        groups = bound.group_of
+        self.pace = (bound.latency + (bound.num_micro - bound.latency) * found.pace)[groups]
+        self.step, self.price = found.step[groups], found.price[groups]
+        self.held = self.price * bound.kept
+        self.peak_keys, self.peak_price = peak_keys, self.price / most
         self.kinds: dict[object, SegmentTables] = {}
         short = (bound.num_micro - 1) * found.pace * bound.least_pace + found.price * bound.limits
-        self.short_seconds = float(short[1:-1].min(initial=np.inf))
-        """What is added where a stage lies inside a segment."""
+        has_one = bound.stages_per_group == 1
+        self.short_seconds = float(short[1:-1].min(initial=np.inf)) if has_one else np.inf
+        """What is added where a stage lies inside a segment; infinite where no plan has such."""
         self._places, self._cuts = bound.places, dict[int, tuple[int, ...]]()
 
     def cuts(self, segment: ChainSegment) -> tuple[int, ...]:
@@ -316,7 +333,7 @@ class _Rows:
 def least_exchange_seconds(tables: Tables, g: int, places: Sequence[int]) -> float:
     """No pipeline sends less at its cuts: each at the place, and in the layouts, with the fewest seconds."""
     network, graph = tables.network, tables.graph
-    num_cuts, known = tables.shape.num_stages - 1, dict[object, float]()
+    num_cuts, known = tables.candidates[g].num_stages - 1, dict[object, float]()
     if not num_cuts:
         return 0.0
     found = []
