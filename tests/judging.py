@@ -16,6 +16,7 @@ from planloom.blocks import BlockGraph, find_segments
 from planloom.capture import batch_spec
 from planloom.errors import VerificationError
 from planloom.plan import named_plan, parse_named
+from planloom.plan.families import parse_recipe
 from planloom.program import Instruction, Program, build_program, verify_program
 from tests.boundaries import Side, boundary_plan
 from tests.corruptions import Corruption, Spot, respell
@@ -55,6 +56,8 @@ def prepare(model_name: str, plan_name: str, *, respelled: bool) -> Case:
     if plan_name == "boundary":
         first, second = Side(devices=(1, 0), split="sequence"), Side(devices=(3, 5, 2, 4), split="batch and sequence")
         plan = boundary_plan(blocks, spec, first, second)
+    elif ":" in plan_name:
+        plan = parse_recipe(plan_name).draft(blocks, batch=spec).plan(plan_name)
     else:
         name, _, again = plan_name.partition(" ")
         segments = tuple(range(len(find_segments(blocks)))) if again else ()
