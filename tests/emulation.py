@@ -8,6 +8,7 @@ program means what this computes, in the worst of the orders that the program al
 - a send ends only when its receive has started (rendezvous);
 - what arrives cannot be read before its wait;
 - messages from one device to another on one channel meet in their order, first in, first out;
+- a collective of a shared stage happens when all its devices have started it, and each device's in their order;
 - a parameter that is gathered for each use has one storage: what a run saved of it is NaN while it is freed.
 
 Four things belong to the meaning though results may not depend on them:
@@ -43,10 +44,12 @@ from planloom.program import (
     Free,
     Instruction,
     Program,
+    Put,
     Receive,
     Seed,
     Send,
     Sum,
+    Take,
     Transfer,
     Update,
     Wait,
@@ -80,6 +83,8 @@ class _Reduction:
     instruction: Collective
     micro: int
     sources: dict[int, _Cell]
+    devices: frozenset[int] = frozenset()
+    """All that take part, if other roles do, too."""
     results: dict[int, Tensor] | None = None
     masks: dict[int, Tensor] = field(default_factory=dict)
 
@@ -91,6 +96,8 @@ class _Exchange:
     send: Send | None = None
     receive: Receive | None = None
     sources: dict[int, _Cell] = field(default_factory=dict)
+    """Of the devices that have started to send."""
+    receiving: set[int] = field(default_factory=set)
 
 
 _InFlight = tuple[Literal["collective", "send", "receive"], "_Reduction | _Exchange"]
@@ -120,14 +127,20 @@ class Emulation:
         self._further: dict[tuple[str, int, str], Tensor] = {}
         self._in_flight: dict[tuple[int, Place], list[_InFlight]] = {}
         self._exchanges: dict[tuple[str, int], _Exchange] = {}
+        self._under_way: dict[int, list[_Reduction]] = {device: [] for device in program.devices}
+        """What every device has started with others, in its order."""
         self._gradients: dict[int, dict[str, Tensor]] = {device: {} for device in program.devices}
         self._shards: dict[int, dict[str, Tensor]] = {device: {} for device in program.devices}
         self._gathers = {b for stage in program.stages for p in stage.parameters for b in p.gathers}
         self._gathered: dict[tuple[int, Buffer], Tensor] = {}
+        self._taken_from: dict[tuple[int, Place], Buffer] = {}
         for stage in program.stages:
             for device in stage.mesh.devices:
                 for stored in stage.parameters:
-                    factors, at = blocks.graph.tensors[stored.name].factors, stage.mesh.coordinates(device)
+                    factors, at = (
+                        blocks.graph.tensors[stored.name].factors,
+                        program.mesh_of(stored.stage).coordinates(device),
+                    )
                     held = local_slice(whole[stored.name], factors, stored.layout.box(stored.sizes, at))
                     self._memory[device][stored.buffer, -1] = _Cell(held.clone())
                     shard = local_slice(whole[stored.name], factors, stored.optimizer_layout.box(stored.sizes, at))
@@ -139,6 +152,8 @@ class Emulation:
         """One step on the global batch."""
         self._given = compute_given(self.blocks.graph, {**batch, **self.buffers}, torch.device("cpu"))
         self._exchanges.clear()
+        for started in self._under_way.values():
+            started.clear()
         self._further.clear()
         for stage in self.program.stages:
             for device in stage.mesh.devices:
@@ -188,8 +203,34 @@ class Emulation:
         awaited = [item for _, _, item in self._awaited(s, instruction, micro)]
         if any(kind == "receive" for kind, _ in awaited) != arrivals:
             return False
-        exchanges = [work for _, work in awaited if isinstance(work, _Exchange)]
-        return all(work.send is not None and work.receive is not None for work in exchanges)
+        return all(
+            self._is_matched(device, work) if isinstance(work, _Exchange) else self._happens(work)
+            for device, _, (_, work) in self._awaited(s, instruction, micro)
+        )
+
+    def _is_matched(self, device: int, exchange: _Exchange) -> bool:
+        """Have all from whom a device receives and to whom it sends begun to?"""
+        if exchange.send is None or exchange.receive is None:
+            return False
+        own = [t for t in (*exchange.send.transfers, *exchange.receive.transfers) if device in (t.source, t.target)]
+        return not self.program.shared or all(
+            t.source in exchange.sources and t.target in exchange.receiving for t in own
+        )
+
+    def _happens(self, work: _Reduction) -> bool:
+        """Have all come to a collective, and is nothing before it with any of them?"""
+        moved = True
+        while moved:
+            moved = False
+            for queue in self._under_way.values():
+                first = queue[0] if queue else None
+                if first is not None and first.devices <= first.sources.keys():
+                    others = [self._under_way[device] for device in first.devices]
+                    if all(other and other[0] is first for other in others):
+                        moved = True
+                        for other in others:
+                            other.pop(0)
+        return all(work not in queue for queue in self._under_way.values())
 
     def _awaited(self, s: int, wait: Wait, micro: int) -> Iterator[tuple[int, Place, _InFlight]]:
         for device in self.program.stages[s].mesh.devices:
@@ -278,7 +319,8 @@ class Emulation:
                         self._further[kind, device, f"{slot.tensor} in run {run} of {micro}"] = value.clone()
                 vjp = _checked(lambda: RunVjp(local, values, self._given, micro))
                 if saves:
-                    self._saved[device, run, micro] = vjp, [buffer for buffer in inputs if buffer in self._gathers]
+                    read_from = [self._taken_from.get((device, self._place(b, micro)), b) for b in inputs]
+                    self._saved[device, run, micro] = vjp, [buffer for buffer in read_from if buffer in self._gathers]
                 for buffer, value in zip(outputs, vjp.take_outputs(), strict=True):
                     put(buffer, value)
             case Backward(run=run, cotangents=cotangents, outputs=outputs, is_split=is_split):
@@ -317,6 +359,19 @@ class Emulation:
             case Accumulate(target=target, source=source):
                 old = self._memory[device].get(self._place(target, micro))
                 put(target, get(source) if old is None else _add(old.tensor, get(source)))
+            case Take(tensor=tensor, source=source, target=target, box=box, sizes=sizes):
+                factors, array = self.blocks.graph.tensors[tensor].factors, get(source)
+                piece = _narrow(_checked(lambda: array.reshape(sizes)), box)
+                put(target, piece.reshape(_shape(factors, piece.shape)))
+                if source in self._gathers:
+                    self._taken_from[device, self._place(target, micro)] = source
+            case Put(tensor=tensor, source=source, target=target, box=box, sizes=sizes):
+                place, piece = self._place(target, micro), get(source)
+                factors, cell = self.blocks.graph.tensors[tensor].factors, self._memory[device].get(place)
+                whole = torch.full(sizes, float("nan"), dtype=piece.dtype) if cell is None else cell.tensor.clone()
+                inside = _narrow(_checked(lambda: whole.reshape(sizes)), box)
+                inside.copy_(_checked(lambda: piece.reshape(inside.shape)))
+                put(target, whole.reshape(_shape(factors, sizes)))
             case Free(buffer=buffer):
                 get(buffer)
                 self._forget(device, self._place(buffer, micro))
@@ -354,9 +409,11 @@ class Emulation:
 
     def _local_run(self, s: int, device: int, run: int) -> LocalRun | LocalTurn:
         if (device, run) not in self._local_runs:
-            at, num_micro = self.program.stages[s].mesh.coordinates(device), self.program.num_micro_batches
-            of = self.program.runs[run]
+            of, num_micro = self.program.runs[run], self.program.num_micro_batches
+            if device not in self.program.mesh_of(of.stage).devices:
+                raise BrokenError(f"run {run} is one of other devices than {device}")
             make = LocalRun if of.turn is None else LocalTurn
+            at = self.program.mesh_of(of.stage).coordinates(device)
             self._local_runs[device, run] = make(self.blocks, of, at, num_micro=num_micro)
         return self._local_runs[device, run]
 
@@ -371,15 +428,35 @@ class Emulation:
         cells = {d: self._cell(d, collective.source, micro) for d in devices}
         if copied:
             cells = {d: _Cell(cell.read().clone()) for d, cell in cells.items()}
-        reduction = _Reduction(collective, micro, cells)
+        reduction = self._met(devices, collective, micro)
+        reduction.sources.update(cells)
         if collective.rows is not None:
-            reduction.masks = {d: self._get(d, collective.rows, micro).clone() for d in devices}
+            reduction.masks.update({d: self._get(d, collective.rows, micro).clone() for d in devices})
         for device in devices:
             self._start(device, self._place(collective.target, micro), ("collective", reduction))
 
+    def _met(self, devices: Sequence[int], collective: Collective, micro: int) -> _Reduction:
+        """A collective of these devices alone; or of a shared stage, which others may have started."""
+        if not self.program.shared:
+            return _Reduction(collective, micro, {})
+        group = collective.target.of
+        taking_part = frozenset(self.program.mesh_of(group).devices if group >= 0 else devices)
+        same = [
+            work
+            for queue in self._under_way.values()
+            for work in queue
+            if (work.instruction, work.micro, work.devices) == (collective, micro, taking_part)
+        ]
+        work = same[0] if same else _Reduction(collective, micro, {}, taking_part)
+        if work.sources.keys() & set(devices):
+            raise BrokenError(f"{collective.target} is started twice")
+        for device in devices:
+            self._under_way[device].append(work)
+        return work
+
     def _start_send(self, devices: Sequence[int], send: Send, micro: int) -> None:
         exchange = self._exchanges.setdefault((send.channel, micro), _Exchange())
-        if exchange.send is not None:
+        if exchange.send not in (None, send) or exchange.sources.keys() & set(devices):
             raise BrokenError(f"{send.channel} is sent twice")
         exchange.send = send
         for device in devices:
@@ -388,9 +465,10 @@ class Emulation:
 
     def _start_receive(self, devices: Sequence[int], receive: Receive, micro: int) -> None:
         exchange = self._exchanges.setdefault((receive.channel, micro), _Exchange())
-        if exchange.receive is not None:
+        if exchange.receive not in (None, receive) or exchange.receiving & set(devices):
             raise BrokenError(f"{receive.channel} is received twice")
         exchange.receive = receive
+        exchange.receiving.update(devices)
         for device in devices:
             self._start(device, self._place(receive.target, micro), ("receive", exchange))
 

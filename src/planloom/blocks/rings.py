@@ -72,7 +72,9 @@ def _with_one_sequence(op: Op) -> Op:
 
     sizes = {_merged(name): size for name, size in rule.sizes.items()}
     fixed = tuple(name for name in rule.fixed if name.split(".")[0] not in ("query", "key"))
-    return replace(op, rule=replace(rule, inputs=named(rule.inputs), outputs=named(rule.outputs), sizes=sizes, fixed=fixed))
+    return replace(
+        op, rule=replace(rule, inputs=named(rule.inputs), outputs=named(rule.outputs), sizes=sizes, fixed=fixed)
+    )
 
 
 def _of(rule: Rule, word: str) -> list[int]:

@@ -138,7 +138,9 @@ class _EagerRun(_AbstractRun):
         entered = self._entered()
         wanted = [value.edge[0] for value in entered if value.edge is not None]
         outputs = self._forward(entered)
-        sent = [contiguous(self._tape, value.detached()) for value in outputs[:-1]] if self._run.turn is not None else []
+        sent = (
+            [contiguous(self._tape, value.detached()) for value in outputs[:-1]] if self._run.turn is not None else []
+        )
         del entered, anchor, sent
         forward_peak = self._meter.peak
         held = {id(value.storage) for value in (*self._inputs, *outputs)}

@@ -43,9 +43,7 @@ def _slot_like(slot: Slot, tensor: str) -> Slot:
     return Slot(tensor=tensor, layout=slot.layout, cotangent=slot.cotangent, sizes=slot.sizes)
 
 
-def turn_kernels(
-    blocks: BlockGraph, run: Run, operations: Sequence[Operation], phase: RunPhase
-) -> list[Kernel]:
+def turn_kernels(blocks: BlockGraph, run: Run, operations: Sequence[Operation], phase: RunPhase) -> list[Kernel]:
     """What a device launches for a turn, or for the opening of a ring."""
     ring, turn = ring_of(blocks, run)
     if turn.opens:

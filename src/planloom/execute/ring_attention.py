@@ -171,9 +171,7 @@ class RingVjp:
         ]
         targets = [edge for edge in self._edges_in if edge is not None]
         found = iter(
-            torch.autograd.grad(
-                [edge for edge, _ in pairs], targets, [value for _, value in pairs], allow_unused=True
-            )
+            torch.autograd.grad([edge for edge, _ in pairs], targets, [value for _, value in pairs], allow_unused=True)
             if pairs and targets
             else [None] * len(targets)
         )
@@ -230,9 +228,7 @@ class RingVjp:
             for edge, value in zip(self._edges_out, cotangents, strict=True)
             if edge is not None and value is not None
         ]
-        (found,) = torch.autograd.grad(
-            [edge for edge, _ in pairs], [self._edge_behind], [value for _, value in pairs]
-        )
+        (found,) = torch.autograd.grad([edge for edge, _ in pairs], [self._edge_behind], [value for _, value in pairs])
         self._cotangent = found
         if self._sinks is not None:
             assert self._result is not None and self._sums is not None

@@ -16,6 +16,7 @@ from planloom.plan.orders import (
     one_forward_one_backward,
     zero_bubble_h1,
 )
+from planloom.plan.shared import interlaced
 
 ORDERS: Mapping[str, OrderFunction] = MappingProxyType(
     {
@@ -30,6 +31,9 @@ ORDERS: Mapping[str, OrderFunction] = MappingProxyType(
         "inference": inference,
     }
 )
+SHARED_ORDERS: Mapping[str, OrderFunction] = MappingProxyType({"interlaced": interlaced})
+"""With stages that all groups share: plans for them say which (`plan.families`)."""
+_ALL: Mapping[str, OrderFunction] = MappingProxyType({**ORDERS, **SHARED_ORDERS})
 OTHER_NAMES = {"zb": "zb-h1", "zbv": "zb-v", "breadth-first": "looped"}
 _FOLDED = ("zb-v", "dualpipe-v")
 
@@ -37,11 +41,11 @@ _FOLDED = ("zb-v", "dualpipe-v")
 def schedule_name(text: str) -> str:
     """The name of a schedule in full."""
     name = OTHER_NAMES.get(text, text)
-    if name not in ORDERS:
+    if name not in _ALL:
         raise PlanError(
             f"no schedule is named {text!r}",
             given=text,
-            required=f"one of {sorted(ORDERS)}",
+            required=f"one of {sorted(_ALL)}",
             todo="or give the calls of every device group: Draft.order(…, orders=…)",
         )
     return name
@@ -49,7 +53,7 @@ def schedule_name(text: str) -> str:
 
 def takes_several(schedule: str) -> bool:
     """May the number of stages a device group be chosen?"""
-    return "stages_per_group" in signature(ORDERS[schedule]).parameters and schedule != "gpipe"
+    return "stages_per_group" in signature(_ALL[schedule]).parameters and schedule != "gpipe"
 
 
 def stages_per_group(schedule: str, chosen: int = 0) -> int:
@@ -74,7 +78,7 @@ def orders_of(schedule: str | OrderFunction, num_stages: int, num_micro: int, *,
             given=f"{num_stages} stages, {num_micro} micro-batches",
             required="one or more of each",
         )
-    function = ORDERS[schedule_name(schedule)] if isinstance(schedule, str) else schedule
+    function = _ALL[schedule_name(schedule)] if isinstance(schedule, str) else schedule
     if per_group and "stages_per_group" in signature(function).parameters:
         return function(num_stages, num_micro, stages_per_group=per_group)
     return function(num_stages, num_micro)

@@ -48,7 +48,7 @@ class RunBench:
         device: torch.device,
         make_local: MakeLocal,
     ) -> None:
-        mesh = program.stages[run.stage].mesh
+        mesh = program.mesh_of(run.stage)
         local = LocalRun(blocks, run, mesh.coordinates(mesh.devices[0]), num_micro=program.num_micro_batches)
         self.run, self.local, self.given, self.device = run, make_local(local), given, device
         self.inputs = [example(blocks, s.tensor, s.layout, s.sizes, device) for s in run.inputs]

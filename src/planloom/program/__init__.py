@@ -1,6 +1,7 @@
 """`Plan` → `Program`: transform, schedule, materialize, verify (SuperScaler's phases)."""
 
 from planloom.program.build import build_program
+from planloom.program.moments import coordinates_in
 from planloom.program.operations import Executed, Operand, Operation, executed, run_operations
 from planloom.program.pieces import BlockPiece, piece_of
 from planloom.program.values import (
@@ -14,6 +15,7 @@ from planloom.program.values import (
     Free,
     Instruction,
     Program,
+    Put,
     Receive,
     Run,
     RunBlock,
@@ -23,6 +25,7 @@ from planloom.program.values import (
     StageProgram,
     StoredParameter,
     Sum,
+    Take,
     Transfer,
     Turn,
     Update,
@@ -48,6 +51,7 @@ __all__ = [
     "Operation",
     "Program",
     "Proof",
+    "Put",
     "Receive",
     "Run",
     "RunBlock",
@@ -57,6 +61,7 @@ __all__ = [
     "StageProgram",
     "StoredParameter",
     "Sum",
+    "Take",
     "Transfer",
     "Turn",
     "Update",
@@ -64,6 +69,7 @@ __all__ = [
     "WeightGradient",
     "build_program",
     "collectives_in",
+    "coordinates_in",
     "executed",
     "piece_of",
     "run_operations",

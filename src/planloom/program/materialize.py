@@ -24,7 +24,7 @@ backward, or, where an order would then block, at the end of the step. So no ord
 the verifier proves it for each program.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -32,14 +32,16 @@ from planloom.collective import DigitsPrice
 from planloom.errors import PlanError
 from planloom.layout import Layout
 from planloom.plan import Plan
-from planloom.plan.order_checks import sends_may_lag
 from planloom.plan.orders import Phase
-from planloom.program.bodies import PartBodies, StageBodies, Use
+from planloom.plan.shared import find_lags
+from planloom.program.bodies import PartBodies, StageBodies, Use, of_role
 from planloom.program.connect import Connections
-from planloom.program.gradients import Gradients, sum_into
+from planloom.program.gradients import Gradients, junction
+from planloom.program.loops import LoopWriter, find_loops
 from planloom.program.recompute import Recomputation, find_recomputations, masks_of, runs_with_backward
 from planloom.program.rings import RingWriter, open_rings
 from planloom.program.schedule import Part, Ways
+from planloom.program.shared import spread
 from planloom.program.storage import is_gathered, is_scattered, store_parameters
 from planloom.program.transform import Splits
 from planloom.program.values import (
@@ -56,6 +58,7 @@ from planloom.program.values import (
     Seed,
     Slot,
     StageProgram,
+    StoredParameter,
     Sum,
     Wait,
     WeightGradient,
@@ -69,17 +72,19 @@ def materialize(splits: Splits, runs: tuple[Run, ...], ways: Ways, price: Digits
     """The program of all device groups."""
     builder = _Builder(splits, runs, ways, price)
     builder.build()
-    plan = splits.plan
-    stages = []
+    plan, num_roles = splits.plan, len(splits.plan.roles)
+    finished = []
     for group, stage in enumerate(builder.stages):
-        bodies, calls = stage.finished(plan.orders[group], ways)
-        parameters = tuple(
-            replace(p, gathers=tuple(sorted(stage.gathers.get(p.name, ()))))
-            for p in builder.parameters.values()
-            if p.stage == group
-        )
+        own = [call for call in plan.orders[plan.members(group)[0]] if ways.part(call).group == group]
+        finished.append((group if group >= num_roles else -1, own, *stage.finished(own, ways)))
+    stages = []
+    for role, order in enumerate(plan.orders):
+        groups = [g for g in range(len(plan.groups)) if role in plan.members(g)]
+        bodies, calls = of_role(order, [finished[g] for g in groups])
+        parameters = tuple(p for g in groups for p in builder.stored(g))
+        loss = replace(LOSS, of=builder.loss_group) if builder.loss_group in groups[1:] else LOSS
         stages.append(
-            StageProgram(mesh=plan.groups[group], bodies=bodies, calls=calls, parameters=parameters, loss=LOSS)
+            StageProgram(mesh=plan.groups[role], bodies=bodies, calls=calls, parameters=parameters, loss=loss)
         )
     return Program(
         plan_name=plan.name,
@@ -87,6 +92,7 @@ def materialize(splits: Splits, runs: tuple[Run, ...], ways: Ways, price: Digits
         stages=tuple(stages),
         runs=tuple(builder.runs),
         trains=builder.trains,
+        shared=plan.groups[num_roles:],
     )
 
 
@@ -105,25 +111,31 @@ class _Builder:
     part: PartBodies
 
     def __init__(self, splits: Splits, runs: tuple[Run, ...], ways: Ways, price: DigitsPrice) -> None:
-        self.splits, self.ways, self.base = splits, ways, runs
+        self.splits, self.ways = splits, ways
+        self.loops, self.base = find_loops(splits, runs)
+        """The runs of stages at home; a scope is one run."""
+        self.whole = {run.index: run for run in self.base}
         self.runs, self.rings = open_rings(splits, runs)
-        """The runs of stages at home, then those of copies; the runs of blocks that go round rings."""
+        """The runs of stages at home, then those of copies and of other moments; the runs of blocks that go round."""
         self.graph = splits.blocks.graph
         self.parameters = store_parameters(splits)
         self.stages = [StageBodies() for _ in splits.plan.groups]
         self.connections = Connections(splits, price, lambda _, slot: self._value(slot))
         self.gradients = Gradients(self.connections, self.parameters, self.stages)
-        self.made = {slot.tensor: (run, slot) for run in runs for slot in run.outputs}
+        self.made = {slot.tensor: (run, slot) for run in self.base for slot in run.outputs}
         """By tensor: the run of its stage, at home, and the slot."""
         self.trains = any(call.phase != "forward" for order in splits.plan.orders for call in order)
-        self.with_backward = runs_with_backward(self.graph, runs) if self.trains else frozenset()
-        recomputations = find_recomputations(splits, runs, self.with_backward)
+        self.with_backward = runs_with_backward(self.graph, self.base) if self.trains else frozenset()
+        self.with_backward_inside = runs_with_backward(self.graph, runs) if self.trains else frozenset()
+        self.entered: dict[tuple[Part, int], list[Buffer]] = {}
+        """What the backward of a loop reads: by its part and first run."""
+        recomputations = find_recomputations(splits, self.base, self.with_backward)
         self.recomputed_before = {found.first_backward: found for found in recomputations}
         """By the run whose backward is the first to need it."""
         self.recomputed = frozenset(index for found in recomputations for index in found.saving)
         self.masks = masks_of(self.graph)
-        self.may_lag = sends_may_lag(splits.plan.orders, len(splits.plan.meshes))
-        self.copies: dict[tuple[int, int], int] = {}
+        self.lag = find_lags(splits.plan.orders, len(splits.plan.meshes))
+        self.copies: dict[tuple[int, int, int], int] = {}
         self.imports: dict[tuple[str, int], tuple[int, Slot]] = {}
         phases = _phases(splits.plan, ways)
         for part in ways.parts():
@@ -146,10 +158,10 @@ class _Builder:
             self.imports = self._find_imports(self.base, homes)
             for run in self.base:
                 self._enter(way, homes, run)
-                self._forward(run, self._copy(self.runs[run.index]))
+                self._forward(run, self._opened(run))
             for run in reversed(self.base):
                 self._enter(way, homes, run)
-                self._backward(run, self._copy(self.runs[run.index]))
+                self._backward(run, self._opened(run))
             for part in self._parts(way):
                 part.gradient_body.extend(part.delayed)
                 part.delayed = []
@@ -159,6 +171,22 @@ class _Builder:
             if self.trains:
                 self.gradients.update(s, self._stages_of_parameters())
         self._loss()
+
+    @property
+    def loss_group(self) -> int:
+        """The group of the stage that makes the loss."""
+        return self.made[self.graph.loss][0].stage
+
+    def stored(self, group: int) -> list[StoredParameter]:
+        """A group's parameters; of a shared one, in buffers of its own."""
+        found = []
+        for p in self.parameters.values():
+            if p.stage == group:
+                of = group if group >= self.ways.num_roles else -1
+                gathers = sorted(self.stages[group].gathers.get(p.name, ()))
+                own = tuple(replace(buffer, of=of) for buffer in gathers)
+                found.append(replace(p, buffer=replace(p.buffer, of=of), gathers=own))
+        return found
 
     def _parts(self, way: int) -> list[PartBodies]:
         return [body for stage in self.stages for part, body in stage.parts.items() if part.way == way]
@@ -202,15 +230,57 @@ class _Builder:
         part = Part(way=way, stage=stage, group=self.ways.homes[way][stage])
         return self.stages[part.group].parts[part]
 
-    def _copy(self, run: Run) -> Run:
-        """A run on the group of the present part: itself at home, else one like it."""
-        if run.stage == self.group:
+    def _copy(self, run: Run, piece: int = 0) -> Run:
+        """A run on the group of the present part, in the moment of a piece: itself at home, else one like it."""
+        if run.index in self.loops and not run.moment:
             return run
-        key = (run.index, self.group)
+        if run.stage == self.group and piece == 0:
+            return run
+        key = (run.index, self.group, piece)
         if key not in self.copies:
             self.copies[key] = len(self.runs)
-            self.runs.append(replace(run, index=len(self.runs), stage=self.group))
+            moment = tuple((digit, piece) for digit, _ in run.moment)
+            self.runs.append(replace(run, index=len(self.runs), stage=self.group, moment=moment))
         return self.runs[self.copies[key]]
+
+    def _opened(self, base: Run) -> Run:
+        """What a run is begun with on the group of the present part: a scope, or what opens a ring, or itself."""
+        return self._copy(base if base.index in self.loops else self.runs[base.index])
+
+    def _loop(self, base: Run, inputs: Sequence[Buffer]) -> LoopWriter:
+        return LoopWriter(
+            loop=self.loops[base.index],
+            connections=self.connections,
+            group=self.group,
+            with_backward=self.with_backward_inside,
+            at=self._copy,
+            inputs=inputs,
+        )
+
+    def _run(
+        self,
+        body: list[Instruction],
+        run: Run,
+        base: Run,
+        inputs: list[Buffer],
+        outputs: tuple[Buffer, ...],
+        *,
+        saves: bool,
+        again: bool = False,
+        is_read: bool = True,
+    ) -> None:
+        """Write a forward; `is_read`: else nobody reads what it makes, and what it saves is all that it is for."""
+        if base.index in self.rings:
+            self._ring(base, again=again).forward(body, tuple(inputs), outputs, saves=saves, again=again)
+            return
+        if base.index not in self.loops:
+            body.append(Forward(run=run.index, inputs=tuple(inputs), outputs=outputs, saves=saves, again=again))
+            return
+        recomputes = self.loops[run.index].scope.axis.recompute
+        if saves:
+            self.entered[self.part.part, run.index] = inputs
+        if is_read or not recomputes:
+            body += self._loop(run, inputs).forward(outputs, saves=saves and not recomputes, again=again)
 
     def _find_imports(self, runs: Sequence[Run], homes: Sequence[int]) -> dict[tuple[str, int], tuple[int, Slot]]:
         """(tensor, group) → the first run of the group that reads a tensor made in another, and its slot."""
@@ -242,10 +312,7 @@ class _Builder:
         ]
         outputs = tuple(Buffer(name=slot.tensor, indexed=True) for slot in base.outputs)
         saves = base.index in self.with_backward and base.index not in self.recomputed
-        if base.index in self.rings:
-            self._ring(base).forward(body, tuple(inputs), outputs, saves=saves)
-        else:
-            body.append(Forward(run=run.index, inputs=tuple(inputs), outputs=outputs, saves=saves))
+        self._run(body, run, base, inputs, outputs, saves=saves)
         body += [Free(buffer=buffer) for buffer in gathered.values()]
         for slot, buffer in zip(base.outputs, outputs, strict=True):
             self.arrived[slot.tensor, slot.layout] = buffer
@@ -257,21 +324,28 @@ class _Builder:
         """What this run is the first of its group to read from another one: both halves of the exchange."""
         for (tensor, group), (first, slot) in self.imports.items():
             if group == self.group and first == base.index:
-                whole, source = self.made[tensor][1].layout.completed(), self._other(tensor)
+                source = self._other(tensor)
+                whole = self._passed(source.part.group, slot, self.made[tensor][1].layout.completed())
                 exported = self.stages[source.part.group].arrived[source.part.way][tensor, whole]
                 received = Buffer(name=f"{tensor}:received", indexed=True)
                 self.connections.exchange(
                     slot,
                     (source.part.group, source.forward, exported, whole),
-                    (group, self.part.forward, received, slot.layout),
+                    (group, self.part.forward, received, self._passed(group, slot, slot.layout)),
                 )
-                self.arrived[tensor, slot.layout] = received
+                self.arrived[tensor, self._passed(group, slot, slot.layout)] = received
+
+    def _passed(self, group: int, slot: Slot, layout: Layout) -> Layout:
+        """The layout in which a group sends or receives what it holds in this one: a shared group spreads it."""
+        if group < self.ways.num_roles:
+            return layout
+        return spread(layout, slot.sizes, self.splits.plan.groups[group])
 
     def _export(self, slot: Slot, buffer: Buffer) -> None:
         """Complete what another group reads, and await its sends in the backward."""
         if all(tensor != slot.tensor for tensor, _ in self.imports):
             return
-        whole = slot.layout.completed()
+        whole = self._passed(self.group, slot, slot.layout.completed())
         if (slot.tensor, whole) not in self.arrived:
             name = f"{slot.tensor}:complete"
             self.arrived[slot.tensor, whole] = self.connections.change(
@@ -345,6 +419,10 @@ class _Builder:
 
     # -- recompute
 
+    def _at_home(self, index: int) -> Run:
+        """A run of a stage at home; of a loop or ring the one that it is from outside."""
+        return self.whole[index]
+
     def _recompute(self, what: Recomputation) -> None:
         """Carry out again what the backwards of a segment need.
 
@@ -354,10 +432,10 @@ class _Builder:
         last_use = {
             (slot.tensor, slot.layout): index
             for index in sorted(what.saving, reverse=True)
-            for slot in self.runs[index].inputs
+            for slot in self._at_home(index).inputs
         }
         for index in what.runs:
-            self._forward_again(self.base[index], index in what.saving, again, last_use)
+            self._forward_again(self._at_home(index), index in what.saving, again, last_use)
         if not part.is_split:
             again.body.extend(part.delayed)
             part.delayed = []
@@ -368,7 +446,7 @@ class _Builder:
 
     def _forward_again(self, base: Run, saves: bool, again: _Again, last_use: dict[Use, int]) -> None:
         """One run; parameters that were gathered for it are held for its backward."""
-        run, held, body = self._copy(self.runs[base.index]), self.part.held, again.body
+        run, held, body = self._opened(base), self.part.held, again.body
         gathered = self._gather(run, body, held)
         held.update((use, (buffer, last_use[use])) for use, buffer in gathered.items() if use in last_use)
         inputs = []
@@ -381,10 +459,9 @@ class _Builder:
             else:
                 inputs.append(gathered.get(use) or self._parameter(slot))
         outputs = tuple(Buffer(name=again.what.name(slot.tensor), indexed=True) for slot in base.outputs)
-        if base.index in self.rings:
-            self._ring(base, again=True).forward(body, tuple(inputs), outputs, saves=saves, again=True)
-        else:
-            body.append(Forward(run=run.index, inputs=tuple(inputs), outputs=outputs, saves=saves, again=True))
+        made = {slot.tensor for slot in base.outputs}
+        is_read = any(slot.tensor in made for index in again.what.runs for slot in self._at_home(index).inputs)
+        self._run(body, run, base, inputs, outputs, saves=saves, again=True, is_read=is_read)
         body += [Free(buffer=buffer) for use, buffer in gathered.items() if use not in held]
         again.values.update(
             ((slot.tensor, slot.layout), buffer) for slot, buffer in zip(base.outputs, outputs, strict=True)
@@ -412,7 +489,7 @@ class _Builder:
         Then it is kept as it arrived, and changed again; but partial sums are kept as they were first completed.
         """
         arrived = self._arrived(slot.tensor)
-        read = {i.layout: None for index in what.runs for i in self.runs[index].inputs if i.tensor == slot.tensor}
+        read = {i.layout: None for index in what.runs for i in self._at_home(index).inputs if i.tensor == slot.tensor}
         if arrived.partial or (len(read) == 1 and _num_elements(slot, slot.layout) <= _num_elements(slot, arrived)):
             return slot.layout
         return arrived
@@ -434,9 +511,13 @@ class _Builder:
         of_parameters = tuple(
             buffer if slot.tensor in self.parameters else None for slot, buffer in zip(run.inputs, outputs, strict=True)
         )
-        is_split = part.is_split and any(of_parameters) and base.index not in self.rings
+        is_whole = base.index in self.loops or base.index in self.rings
+        is_split = part.is_split and any(of_parameters) and not is_whole
         now = tuple(None if is_split and of else buffer for buffer, of in zip(outputs, of_parameters, strict=True))
-        if base.index in self.rings:
+        if base.index in self.loops:
+            inputs = self._entered_again(base, gathered)
+            body += self._loop(base, inputs).backward(cotangents, outputs)
+        elif base.index in self.rings:
             ring = self._ring(base, again=base.index in self.recomputed)
             self.role.early.update(ring.backward(body, tuple(cotangents), now))
         else:
@@ -461,6 +542,12 @@ class _Builder:
         self.gradients.scatter(self.role, part, scattered)
         self._send_cotangents(base)
 
+    def _entered_again(self, base: Run, gathered: Mapping[Use, Buffer]) -> list[Buffer]:
+        """What enters a loop, for its backward: parameters that were gathered for the forward are gathered again."""
+        held = {use: buffer for use, (buffer, _) in self.part.held.items()} | dict(gathered)
+        entered = self.entered[self.part.part, base.index]
+        return [held.get((s.tensor, s.layout), buffer) for s, buffer in zip(base.inputs, entered, strict=True)]
+
     def _shard_collectives(self, base: Run, slot: Slot, cotangent: Buffer) -> list[Collective]:
         home, name = self.parameters[slot.tensor], f"{slot.tensor}:shard{base.index}"
         return self.connections.collectives(self.group, slot, cotangent, _cotangent(slot), home.optimizer_layout, name)
@@ -477,17 +564,12 @@ class _Builder:
         return self._junction(slot, parts, slot.cotangent) if parts else None
 
     def _junction(self, slot: Slot, parts: list[tuple[Layout, Buffer]], target: Layout) -> Buffer:
-        """Sum what has one layout, reduce each sum, sum the results: partial sums are passed on as such."""
-        body = self.part.backward
-        by_layout: dict[Layout, list[Buffer]] = {}
-        for layout, buffer in parts:
-            by_layout.setdefault(layout, []).append(buffer)
-        results = []
-        for i, (layout, buffers) in enumerate(by_layout.items()):
-            total = sum_into(body, slot.tensor, buffers, f"{slot.tensor}:junction{i}")
-            name = f"{slot.tensor}:reduced{i}"
-            results.append(self.connections.change(body, self.group, slot, total, layout, target, name))
-        return sum_into(body, slot.tensor, results, f"{slot.tensor}:cotangent")
+        body, group = self.part.backward, self.group
+
+        def change(total: Buffer, layout: Layout, name: str) -> Buffer:
+            return self.connections.change(body, group, slot, total, layout, target, name)
+
+        return junction(body, slot.tensor, parts, change)
 
     def _send_cotangents(self, base: Run) -> None:
         """Cotangents of what this run was the first to import go back to the group that made it.
@@ -498,17 +580,19 @@ class _Builder:
         completed: list[tuple[str, Slot, Buffer]] = []
         for (tensor, group), (first, slot) in self.imports.items():
             if group == self.group and first == base.index and tensor in self.cotangents:
-                completed.append((tensor, slot, self._junction(slot, self.cotangents[tensor], slot.layout)))
-        if self.may_lag:
-            self.part.backward += [Wait(buffer=complete, lag=1, free=True) for *_, complete in completed]
+                sent = self._passed(group, slot, slot.layout)
+                completed.append((tensor, slot, self._junction(slot, self.cotangents[tensor], sent)))
+        for tensor, _, complete in completed:
+            lag = self.lag(self.part.part.stage, self._other(tensor).part.stage)
+            self.part.backward += [Wait(buffer=complete, lag=lag, free=True)] if lag else []
         for tensor, slot, complete in completed:
             made, source = self.made[tensor][1], self._other(tensor)
             assert made.cotangent is not None
-            whole = made.cotangent.completed()
+            whole = self._passed(source.part.group, slot, made.cotangent.completed())
             received = Buffer(name=f"{tensor}:from{self.group}", indexed=True)
             self.connections.exchange(
                 slot,
-                (self.group, self.part.backward, complete, slot.layout),
+                (self.group, self.part.backward, complete, self._passed(self.group, slot, slot.layout)),
                 (source.part.group, source.backward, received, whole),
             )
             self._await_at_the_end(complete)
@@ -537,10 +621,10 @@ class _Builder:
         if parts != [LOSS]:
             home.exit.append(Sum(tensor=slot.tensor, target=LOSS, sources=tuple(parts)))
         home.exit += [Free(buffer=part) for part in dict.fromkeys((*parts, _LOSS_TOTAL)) if part != LOSS]
-        for s, other in enumerate(self.stages):
-            if s != run.stage:
-                self.connections.exchange(slot, (run.stage, home.exit, LOSS, whole), (s, other.exit, LOSS, whole))
-        if len(self.stages) > 1:
+        told = [s for s in range(self.ways.num_roles) if s not in self.splits.plan.members(run.stage)]
+        for s in told:
+            self.connections.exchange(slot, (run.stage, home.exit, LOSS, whole), (s, self.stages[s].exit, LOSS, whole))
+        if told:
             home.exit.append(Wait(buffer=LOSS))
 
 

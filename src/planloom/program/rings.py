@@ -148,9 +148,7 @@ class RingWriter:
         return early
 
     def _pair(self, what: str) -> Pair:
-        return tuple(
-            Buffer(name=f"{slot.tensor}:{what}{self.name}", indexed=True) for slot in self.runs[0].outputs
-        )
+        return tuple(Buffer(name=f"{slot.tensor}:{what}{self.name}", indexed=True) for slot in self.runs[0].outputs)
 
     def _rotated(
         self, sources: Pair, targets: Pair, *, back: bool = False, only: Sequence[int] | None = None

@@ -12,10 +12,12 @@ from planloom.program.values import (
     Collective,
     Forward,
     Program,
+    Put,
     Receive,
     Seed,
     Slot,
     Sum,
+    Take,
     Update,
     WeightGradient,
     collectives_in,
@@ -37,6 +39,10 @@ def buffer_bytes(graph: Graph, program: Program, stage: int) -> dict[Buffer, int
                         if buffer is not None and slot.cotangent is not None:
                             found[buffer] = slot_bytes(graph, slot, slot.cotangent)
                 case Receive(target=target, tensor=tensor, sizes=sizes):
+                    found[target] = local_bytes(graph, tensor, sizes)
+                case Take(target=target, tensor=tensor, box=box):
+                    found[target] = local_bytes(graph, tensor, tuple(stop - start for start, stop in box))
+                case Put(target=target, tensor=tensor, sizes=sizes):
                     found[target] = local_bytes(graph, tensor, sizes)
                 case Sum(target=target, sources=sources):
                     found[target] = found[sources[0]]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from planloom.blocks import Block, BlockGraph
 from planloom.layout import Box, Digit
 from planloom.program.completeness import Completeness
+from planloom.program.moments import coordinates_in
 from planloom.program.pieces import BlockPiece, piece_of
 from planloom.program.symbols import Part, Symbol, added
 from planloom.program.values import Run, RunBlock
@@ -72,7 +73,8 @@ class SymbolicRun:
 
     def pieces(self) -> list[tuple[Block, RunBlock, BlockPiece]]:
         pairs = [(self.blocks.blocks[part.block], part) for part in self.run.blocks]
-        return [(block, part, piece_of(block, part, self.coordinates, self.num_micro)) for block, part in pairs]
+        at = coordinates_in(self.run, self.coordinates)
+        return [(block, part, piece_of(block, part, at, self.num_micro)) for block, part in pairs]
 
     def box(self, piece: BlockPiece, tensor: str) -> Box:
         return piece.box(self.blocks.graph.tensors[tensor].sizes, tensor, self.micro)

@@ -2,12 +2,13 @@
 
 Bodies are straight lines written once, in the time index: a buffer that is `indexed` has one instance a micro-batch. A
 role is a device group here, with one stage of the plan or several: all its devices run the same instructions, and what
-differs between them (coordinates, groups) is in the values. Where a program says stage, it means the role. The
+differs between them (coordinates, groups) is in the values. Where a program says stage, it means the role. A *shared*
+group is a union of roles, which all have its bodies, each for its devices' share (`shared`). The
 verifier, the simulator and the runtime interpret the same instructions; there is no other description of what runs.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from planloom.collective import Step
@@ -20,6 +21,8 @@ class Buffer:
 
     name: str
     indexed: bool = False
+    of: int = -1
+    """The shared group whose it is; -1: the role's own."""
 
     @property
     def tensor(self) -> str:
@@ -82,7 +85,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunBlock:
-    """A block inside a run: its split dims with their space digits, and the slot of each tensor from outside.
+    """A block inside a run: its split dims with their digits, and the slot of each tensor from outside.
 
     `timed_dim` is the dim that the micro-batches split; `passes_partial`: digits over which a partial cotangent of
     its outputs is passed on to its parameters; `turn`: the run is one turn of a ring, and carries out its part of the
@@ -99,13 +102,17 @@ class RunBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Blocks with no communication between them, forward or backward: the unit that is launched and profiled."""
+    """Blocks with no communication between them, forward or backward: the unit that is launched and profiled.
+
+    `moment`: its coordinates along digits of time, one run for each (see `moments`).
+    """
 
     index: int
     stage: int
     blocks: tuple[RunBlock, ...]
     inputs: tuple[Slot, ...]
     outputs: tuple[Slot, ...]
+    moment: tuple[tuple[Digit, int], ...] = ()
 
     @property
     def turn(self) -> Turn | None:
@@ -247,6 +254,28 @@ class Accumulate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Take:
+    """A piece of a buffer whose array has these dims, one a factor: a view where its elements lie side by side."""
+
+    tensor: str
+    source: Buffer
+    target: Buffer
+    box: Box
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Put:
+    """Write a piece to its place in a buffer whose array has these dims: the first makes it, the last completes it."""
+
+    tensor: str
+    target: Buffer
+    source: Buffer
+    box: Box
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Seed:
     """The cotangent of the loss: one."""
 
@@ -281,6 +310,8 @@ Instruction = (
     | Wait
     | Sum
     | Accumulate
+    | Take
+    | Put
     | Seed
     | Free
     | Update
@@ -322,7 +353,7 @@ class StoredParameter:
         """Where the optimizer writes: the stored buffer itself, unless only a shard is updated."""
         if self.layout == self.optimizer_layout:
             return self.buffer
-        return Buffer(name=f"{self.name}:updated")
+        return replace(self.buffer, name=f"{self.name}:updated")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -338,7 +369,7 @@ class StageProgram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """What every device does in one training step."""
+    """What every device does in one training step; `shared`: the meshes of shared groups, numbered behind the roles."""
 
     plan_name: str
     num_micro_batches: int
@@ -346,6 +377,15 @@ class Program:
     runs: tuple[Run, ...]
     trains: bool = True
     """Whether a step updates parameters; else it computes the loss alone."""
+    shared: tuple[Mesh, ...] = ()
+
+    def mesh_of(self, group: int) -> Mesh:
+        """The mesh of a device group: of a run, of a stored parameter, or of a buffer's."""
+        return self.stages[group].mesh if group < len(self.stages) else self.shared[group - len(self.stages)]
+
+    def mesh_at(self, stage: int, buffer: Buffer) -> Mesh:
+        """The mesh on which a role's buffer lies."""
+        return self.mesh_of(buffer.of if buffer.of >= 0 else stage)
 
     def stage_of(self, device: int) -> int:
         return next(i for i, stage in enumerate(self.stages) if device in stage.mesh.devices)

@@ -6,24 +6,27 @@ every call of every stage and proves, or names the tensor, the instruction and t
 - every run reads complete values of exactly the boxes that its local function assumes;
 - every cotangent that a run takes is complete, every contribution counted once;
 - pieces are gathered in order; what is reduced has equal boxes and disjoint contributions;
-- every message is matched; no order of calls deadlocks even if a send blocks until it is received;
+- every message is matched; no order of calls deadlocks even if a send blocks until it is received, and a collective
+  until all roles in it have come to it (`meetings`);
 - nothing is read before it is written or after it is freed, and nothing is freed in flight;
 - at the end the loss is complete on every device, and every parameter was updated once, from its complete gradient.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from planloom.blocks import BlockGraph
 from planloom.errors import VerificationError
 from planloom.layout import Box
 from planloom.program.completeness import Completeness
 from planloom.program.likeness import counted, goes_through, representatives, with_micro_batches
+from planloom.program.meetings import Key, Meetings
 from planloom.program.schedule import Line, interleave
+from planloom.program.shared import span
 from planloom.program.symbolic_rings import RingSymbols, SymbolicTurn
 from planloom.program.symbolic_runs import RunError, SymbolicRun
-from planloom.program.symbolic_steps import StepError, apply_steps, extract, join_messages
+from planloom.program.symbolic_steps import StepError, apply_steps, extract, join_messages, join_pieces
 from planloom.program.symbols import SEED, STORED, Symbol, added
 from planloom.program.values import (
     Accumulate,
@@ -35,10 +38,12 @@ from planloom.program.values import (
     Free,
     Instruction,
     Program,
+    Put,
     Receive,
     Seed,
     Send,
     Sum,
+    Take,
     Transfer,
     Update,
     Wait,
@@ -89,7 +94,6 @@ class _Work:
     channel: str = ""
     micro: int = -1
     target: "Place | None" = None
-    result: Symbol | None = None
 
     @property
     def delivers(self) -> bool:
@@ -106,11 +110,22 @@ class _Interpreter:
         """By device, block and micro-batch: what rings hold between their turns."""
         self.put_off: dict[tuple[int, int, int], dict[int, Symbol]] = {}
         """Gradients of parameters that a split backward has left to a `WeightGradient`, by slot."""
-        self.sent: set[tuple[str, int]] = set()
+        self.sent: dict[tuple[str, int], set[int]] = {}
+        """The devices that have started to send on a channel, for a micro-batch."""
+        self.receiving: dict[tuple[str, int], set[int]] = {}
         self.received: dict[tuple[str, int], Receive] = {}
         self.messages: dict[tuple[str, int], dict[_Message, Symbol]] = {}
         self.in_flight: dict[tuple[int, Place], list[_Work]] = {}
         self.written_by: dict[tuple[int, Place], str] = {}
+        self.pieces: dict[tuple[int, Place], list[tuple[Symbol, Box]]] = {}
+        """What has been put into a buffer, piece by piece."""
+        self.views: dict[tuple[int, Place], Buffer] = {}
+        """Pieces of stored or gathered parameters, which lie in their storage."""
+        self.meetings = Meetings(self._meet)
+        self.met: dict[Key, tuple[Collective, dict[int, Symbol]]] = {}
+        """What the roles that came to a collective have brought."""
+        self.results: dict[tuple[int, Place], Symbol] = {}
+        self.role_of = {device: s for s, stage in enumerate(program.stages) for device in stage.mesh.devices}
         self.now = ""
         self.updated: set[tuple[int, str]] = set()
         # Autograd keeps views of these: a backward sees what they hold then, not what the forward read.
@@ -119,7 +134,7 @@ class _Interpreter:
         for stage in program.stages:
             for stored in stage.parameters:
                 for device in stage.mesh.devices:
-                    box = stored.layout.box(stored.sizes, stage.mesh.coordinates(device))
+                    box = stored.layout.box(stored.sizes, program.mesh_of(stored.stage).coordinates(device))
                     symbol = Symbol("value", stored.name, box, frozenset({STORED}))
                     self.memory[device][stored.buffer, -1] = symbol
 
@@ -156,9 +171,11 @@ class _Interpreter:
             for line, who in zip(stuck, ranks, strict=True)
         )
         raise VerificationError(
-            "the program deadlocks: every stage waits for a message that is never matched",
+            "the program deadlocks: every stage waits for a message that is never matched"
+            + (", or for a collective to which not all come" if self.met else ""),
             given=shown,
-            required="an order in which every receive meets its send",
+            required="an order in which every receive meets its send"
+            + (", and all start their collectives in one order" if self.met else ""),
             todo="change the order of the calls, or the stages' exchanges",
         )
 
@@ -174,7 +191,7 @@ class _Interpreter:
                 self._final(device, loss, stage.loss, "value", ())
                 for stored in stage.parameters:
                     if stored.name in expected:
-                        box = stored.layout.box(stored.sizes, stage.mesh.coordinates(device))
+                        box = stored.layout.box(stored.sizes, self.program.mesh_of(stored.stage).coordinates(device))
                         kind = "updated" if self.program.trains else "value"
                         self._final(device, stored.name, stored.buffer, kind, box)
         return Proof(
@@ -200,16 +217,16 @@ class _Interpreter:
         devices = self.program.stages[s].mesh.devices
         match instruction:
             case Collective():
-                self._collective(devices, instruction, micro)
+                self._collective(s, devices, instruction, micro)
             case Coalesced(collectives=collectives, takes_sources=takes_sources):
                 for collective in collectives:
-                    self._collective(devices, collective, micro)
+                    self._collective(s, devices, collective, micro)
                 if takes_sources:
                     self._take(devices, collectives, micro)
             case Wait():
                 return self._wait(devices, instruction, micro)
             case Send():
-                self._send(devices, instruction, micro)
+                self._send(s, devices, instruction, micro)
             case Receive():
                 self._receive(devices, instruction, micro)
             case Forward():
@@ -243,6 +260,8 @@ class _Interpreter:
             raise _FaultError(symbol.tensor, f"{buffer} is written while it is in flight", (device,))
         self.memory[device][place] = symbol
         self.written_by[device, place] = self.now
+        self.pieces.pop((device, place), None)
+        self.views.pop((device, place), None)
 
     def _local(self, s: int, device: int, instruction: Instruction, micro: int) -> None:
         match instruction:
@@ -261,15 +280,54 @@ class _Interpreter:
                 old = self.memory[device].get(self._place(target, micro))
                 new = symbol if old is None else self._add(device, tensor, old, symbol)
                 self._write(device, target, micro, new)
+            case Take():
+                self._take_piece(device, instruction, micro)
+            case Put():
+                self._put_piece(device, instruction, micro)
             case Free(buffer=buffer):
                 place = self._place(buffer, micro)
                 tensor = buffer.tensor
                 if (device, place) in self.in_flight:
                     raise _FaultError(tensor, f"{buffer} is freed while it is in flight", (device,))
                 self._read(device, buffer, micro, tensor)
-                del self.memory[device][place]
+                self._forget(device, place)
             case Update():
                 self._update(s, device, instruction, micro)
+
+    def _forget(self, device: int, place: Place) -> None:
+        self.memory[device].pop(place, None)
+        self.pieces.pop((device, place), None)
+
+    def _take_piece(self, device: int, take: Take, micro: int) -> None:
+        symbol = self._read(device, take.source, micro, take.tensor)
+        self._require_tensor(device, take.tensor, symbol)
+        try:
+            piece = extract(symbol, take.box, take.sizes)
+        except StepError as error:
+            raise _FaultError(take.tensor, str(error), (device,)) from None
+        self._write(device, take.target, micro, piece)
+        if take.source in self.persistent:
+            self.views[device, self._place(take.target, micro)] = take.source
+
+    def _put_piece(self, device: int, put: Put, micro: int) -> None:
+        """A piece beside those that are there; the buffer holds a value once none is missing."""
+        symbol = self._read(device, put.source, micro, put.tensor)
+        self._require_tensor(device, put.tensor, symbol)
+        place = self._place(put.target, micro)
+        if (device, place) in self.in_flight:
+            raise _FaultError(put.tensor, f"{put.target} is written while it is in flight", (device,))
+        pieces = self.pieces.get((device, place), [])
+        if place in self.memory[device] and not pieces:
+            raise _FaultError(put.tensor, f"a piece is written into {put.target}, which is none's place", (device,))
+        pieces = [*((found, box) for found, box in pieces if box != put.box), (symbol, put.box)]
+        try:
+            whole = join_pieces(pieces, put.sizes)
+        except StepError as error:
+            raise _FaultError(put.tensor, str(error), (device,)) from None
+        self.memory[device].pop(place, None)
+        if whole is not None:
+            self._write(device, put.target, micro, whole)
+        self.pieces[device, place] = pieces
 
     def _require_tensor(self, device: int, tensor: str, symbol: Symbol) -> None:
         if symbol.tensor != tensor:
@@ -286,7 +344,8 @@ class _Interpreter:
         stored = {p.name: p for p in stage.parameters}
         for name, gradient, target in zip(update.parameters, update.gradients, update.targets, strict=True):
             symbol = self._read(device, gradient, micro, name)
-            box = stored[name].optimizer_layout.box(stored[name].sizes, stage.mesh.coordinates(device))
+            at = self.program.mesh_of(stored[name].stage).coordinates(device)
+            box = stored[name].optimizer_layout.box(stored[name].sizes, at)
             if symbol.kind != "cotangent" or symbol.tensor != name or symbol.box != box:
                 raise _FaultError(name, f"the update reads {symbol}, not the gradient at {list(box)}", (device,))
             lack = self.complete.lacks_cotangent(symbol)
@@ -299,27 +358,52 @@ class _Interpreter:
 
     # -- communication
 
-    def _collective(self, devices: tuple[int, ...], collective: Collective, micro: int) -> None:
+    def _collective(self, s: int, devices: tuple[int, ...], collective: Collective, micro: int) -> None:
         tensor = collective.tensor
         symbols = {device: self._read(device, collective.source, micro, tensor) for device in devices}
         for device, symbol in symbols.items():
             self._require_tensor(device, tensor, symbol)
             self._require_rows(device, collective, symbol, micro)
-        try:
-            combine = self.complete.combine(next(iter(symbols.values())))
-            results = apply_steps(collective, symbols, combine)
-        except StepError as error:
-            raise _FaultError(tensor, str(error), error.ranks) from None
         target = self._place(collective.target, micro)
-        for device, symbol in results.items():
+        for device in devices:
             if (device, target) in self.in_flight:
                 raise _FaultError(tensor, f"{collective.target} is written while it is in flight", (device,))
             source = self._place(collective.source, micro)
-            self.in_flight[device, target] = [_Work("result", result=symbol)]
+            self.in_flight[device, target] = [_Work("result")]
             self.written_by[device, target] = self.now
             if source != target:
                 self.in_flight.setdefault((device, source), []).append(_Work("source", target=target))
         self.counts["collectives"] += sum(not step.is_local for step in collective.steps)
+        roles = self._roles_in(s, collective)
+        key = (target, roles)
+        known, brought = self.met.setdefault(key, (collective, {}))
+        if known != collective or any(device in brought for device in devices):
+            raise _FaultError(tensor, f"another collective is under way into {collective.target}", devices)
+        brought.update(symbols)
+        self.meetings.start(s, key, roles)
+
+    def _roles_in(self, s: int, collective: Collective) -> frozenset[int]:
+        """The roles that take part in a collective: of a role's own buffers itself alone, whatever its groups say."""
+        if collective.source.of < 0 and collective.target.of < 0:
+            return frozenset((s,))
+        found = {self.role_of.get(device, -1) for device in span(collective)} | {s}
+        if not found <= set(self._members(collective.target.of)):
+            raise _FaultError(collective.tensor, "a group holds a device of another stage", ())
+        return frozenset(found)
+
+    def _members(self, group: int) -> set[int]:
+        """The roles that share a group."""
+        return {self.role_of[device] for device in self.program.mesh_of(group).devices} if group >= 0 else set()
+
+    def _meet(self, key: Any) -> None:
+        """All have come: a collective happens."""
+        collective, symbols = self.met.pop(key)
+        try:
+            combine = self.complete.combine(next(iter(symbols.values())))
+            results = apply_steps(collective, symbols, combine)
+        except StepError as error:
+            raise _FaultError(collective.tensor, str(error), error.ranks) from None
+        self.results.update(((device, key[0]), symbol) for device, symbol in results.items())
 
     def _take(self, devices: tuple[int, ...], collectives: Sequence[Collective], micro: int) -> None:
         """Sources that were copied at the start are forgotten, and no longer in flight."""
@@ -333,7 +417,7 @@ class _Interpreter:
                 self._settle((device, place), others)
                 if others:
                     raise _FaultError(collective.tensor, f"{collective.source} is forgotten in flight", (device,))
-                self.memory[device].pop(place, None)
+                self._forget(device, place)
 
     def _require_rows(self, device: int, collective: Collective, symbol: Symbol, micro: int) -> None:
         """A ragged tensor is moved with its mask: complete, and of the very rows that the device holds."""
@@ -350,31 +434,35 @@ class _Interpreter:
         if lack:
             raise _FaultError(collective.tensor, f"rows are moved by an incomplete mask: {lack}", (device,))
 
-    def _send(self, devices: tuple[int, ...], send: Send, micro: int) -> None:
+    def _send(self, s: int, devices: tuple[int, ...], send: Send, micro: int) -> None:
         key = (send.channel, micro)
-        if key in self.sent:
+        if self.sent.get(key, set()).intersection(devices):
             raise _FaultError(send.tensor, f"channel {send.channel} is sent twice", devices)
         messages: dict[_Message, Symbol] = {}
         for message, transfer in _numbered(send.transfers):
             if transfer.source not in devices:
+                if transfer.source in self.program.mesh_at(s, send.source).devices:
+                    continue  # the share of another role
                 raise _FaultError(send.tensor, "a device of another stage is asked to send", (transfer.source,))
             symbol = self._read(transfer.source, send.source, micro, send.tensor)
             try:
                 messages[message] = extract(symbol, transfer.source_box, send.sizes)
             except StepError as error:
                 raise _FaultError(send.tensor, str(error), (transfer.source,)) from None
-        self.sent.add(key)
-        self.messages[key] = messages
+        self.sent.setdefault(key, set()).update(devices)
+        self.messages.setdefault(key, {}).update(messages)
         for device in devices:
             place = (device, self._place(send.source, micro))
             self.in_flight.setdefault(place, []).append(_Work("send", channel=send.channel, micro=micro))
-        self.counts["messages"] += len(send.transfers)
+        self.counts["messages"] += len(messages)
 
     def _receive(self, devices: tuple[int, ...], receive: Receive, micro: int) -> None:
         key = (receive.channel, micro)
-        if key in self.received:
+        if self.receiving.get(key, set()).intersection(devices):
             raise _FaultError(receive.tensor, f"channel {receive.channel} is received twice", devices)
-        self.received[key] = receive
+        if self.received.setdefault(key, receive) != receive:
+            raise _FaultError(receive.tensor, f"channel {receive.channel} is received in two ways", devices)
+        self.receiving.setdefault(key, set()).update(devices)
         for device in devices:
             place = (device, self._place(receive.target, micro))
             if place in self.in_flight:
@@ -391,8 +479,9 @@ class _Interpreter:
         waited = [(d, p) for p in places for d in devices if (d, p) in self.in_flight]
         for device, place in waited:
             for work in self.in_flight[device, place]:
-                key = (work.channel, work.micro)
-                if work.channel and (key not in self.sent or key not in self.received):
+                if work.channel and not self._is_matched(device, work.channel, work.micro):
+                    return False
+                if work.kind == "result" and (device, place) not in self.results:
                     return False
         for device, place in waited:
             works = self.in_flight[device, place]
@@ -401,14 +490,27 @@ class _Interpreter:
             for work in works:
                 if work.kind == "receive":
                     self._deliver(device, place, work.channel, work.micro)
-                elif work.result is not None:
-                    self.memory[device][place] = work.result
+                elif work.kind == "result":
+                    self.memory[device][place] = self.results.pop((device, place))
                     self._release_sources(device, place)
         if wait.free:
             for device in devices:
                 for place in places:
-                    self.memory[device].pop(place, None)
+                    self._forget(device, place)
         return True
+
+    def _is_matched(self, device: int, channel: str, micro: int) -> bool:
+        """Have both halves of all that a device sends and receives on a channel started?
+
+        Of an exchange between two roles, that is: both halves.
+        """
+        key = (channel, micro)
+        if key not in self.sent or key not in self.received:
+            return False
+        if not self.program.shared:
+            return True
+        own = [t for t in self.received[key].transfers if device in (t.source, t.target)]
+        return all(t.source in self.sent[key] and t.target in self.receiving[key] for t in own)
 
     def _settle(self, key: tuple[int, Place], works: list[_Work]) -> None:
         if works:
@@ -425,8 +527,12 @@ class _Interpreter:
         receive = self.received[channel, micro]
         sent = self.messages[channel, micro]
         expected = {message: transfer.target_box for message, transfer in _numbered(receive.transfers)}
-        if set(expected) != set(sent):
-            odd = min(set(expected) ^ set(sent))
+        started = self.sent[channel, micro]
+        odd_ones = (set(sent) - set(expected)) | {key for key in set(expected) - set(sent) if key[0] in started}
+        if not self.program.shared:
+            odd_ones |= set(expected) - set(sent)
+        if odd_ones:
+            odd = min(odd_ones)
             what = f"message {odd[2]} from {odd[0]} to {odd[1]} of channel {channel} is not matched"
             raise _FaultError(receive.tensor, what, odd[:2])
         arrived = [(sent[key], box) for key, box in expected.items() if key[1] == device]
@@ -441,11 +547,13 @@ class _Interpreter:
     # -- runs
 
     def _symbolic(self, s: int, device: int, run: int, micro: int) -> SymbolicRun:
+        if device not in self.program.mesh_of(self.program.runs[run].stage).devices:
+            raise RunError(self.program.runs[run].outputs[0].tensor, "the run is one of other devices")
         return SymbolicRun(
             blocks=self.blocks,
             complete=self.complete,
             run=self.program.runs[run],
-            coordinates=self.program.stages[s].mesh.coordinates(device),
+            coordinates=self.program.mesh_of(self.program.runs[run].stage).coordinates(device),
             num_micro=self.program.num_micro_batches,
             micro=micro,
         )
@@ -460,7 +568,8 @@ class _Interpreter:
         except RunError as error:
             raise _FaultError(error.tensor, str(error), (device,)) from None
         if forward.saves:
-            kept = {b: self.memory[device][b, -1] for b in forward.inputs if b in self.persistent}
+            read_from = [self.views.get((device, self._place(b, micro)), b) for b in forward.inputs]
+            kept = {b: self.memory[device][b, -1] for b in read_from if b in self.persistent}
             self.saved[device, forward.run, micro] = kept
         for slot, buffer in zip(self.program.runs[forward.run].outputs, forward.outputs, strict=True):
             self._write(device, buffer, micro, made[slot.tensor])
@@ -469,7 +578,9 @@ class _Interpreter:
         run = self.program.runs[backward.run]
         if (device, backward.run, micro) not in self.saved:
             raise _FaultError(
-                run.outputs[0].tensor, "the backward of a run has no forward before it that saved", (device,)
+                (run.outputs or run.inputs)[0].tensor,
+                "the backward of a run has no forward before it that saved",
+                (device,),
             )
         for buffer, symbol in self.saved.pop((device, backward.run, micro)).items():
             if self._read(device, buffer, micro, symbol.tensor) != symbol:
@@ -542,6 +653,8 @@ def _describe(instruction: Instruction) -> str:
             return f"{type(instruction).__name__} of run {run}"
         case Wait(buffer=buffer) | Free(buffer=buffer):
             return f"{type(instruction).__name__} {buffer}"
-        case Sum(target=target) | Accumulate(target=target) | Seed(target=target):
+        case Take(source=source, target=target):
+            return f"Take {target} of {source}"
+        case Sum(target=target) | Accumulate(target=target) | Seed(target=target) | Put(target=target):
             return f"{type(instruction).__name__} into {target}"
     return type(instruction).__name__

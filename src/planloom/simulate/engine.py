@@ -40,7 +40,9 @@ class Activity:
     rate: float = 0.0
     seen_at: float = 0.0
     version: int = 0
-    lane: object = None
+    lanes: tuple[object, ...] = ()
+    missing: int = 0
+    """Roles that have yet to come to it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -77,6 +79,8 @@ class Engine:
         self.stages = [StageClock([(c.body, c.micro) for c in of]) for of in calls]
         self.exchanges: dict[tuple[str, int], Activity] = {}
         """Of which one half has started."""
+        self.meetings: dict[tuple[object, ...], Activity] = {}
+        """Collectives of several roles to which not all have come."""
         self.lanes: dict[object, deque[Activity]] = {}
         self.on_link: dict[Link, dict[Activity, None]] = {}
         self.ends: list[tuple[float, int, int, Activity]] = []
@@ -144,16 +148,35 @@ class Engine:
         return True
 
     def _queue(self, s: int, clock: StageClock, item: Begin, micro: int) -> None:
-        activity = Activity(item.name, item.axis, (s,), item.seconds, micro, item.loads, lane=item.lane)
+        activity = self._met(s, item, micro)
         for number, is_indexed in item.targets:
             clock.pending.setdefault((number, micro if is_indexed else -1), []).append(activity)
-        self._line_up(activity)
+        self._line_up(activity, ((s, item.lane),))
 
-    def _line_up(self, activity: Activity) -> None:
-        """Begin behind what is under way on the same lane."""
-        queue = self.lanes.setdefault(activity.lane, deque())
-        queue.append(activity)
-        if len(queue) == 1:
+    def _met(self, s: int, item: Begin, micro: int) -> Activity:
+        """A collective of this role alone, or one to which others may have come."""
+        roles = item.roles or (s,)
+        key = (item.targets, micro, roles)
+        activity = self.meetings.get(key)
+        if activity is None:
+            lanes = tuple((role, item.lane) for role in roles)
+            activity = Activity(item.name, item.axis, roles, item.seconds, micro, item.loads, lanes=lanes)
+            activity.missing = len(roles)
+            if len(roles) > 1:
+                self.meetings[key] = activity
+        activity.missing -= 1
+        if not activity.missing:
+            self.meetings.pop(key, None)
+        return activity
+
+    def _line_up(self, activity: Activity, lanes: tuple[object, ...]) -> None:
+        """Begin behind what is under way on the same lanes, when all have come."""
+        for lane in lanes:
+            self.lanes.setdefault(lane, deque()).append(activity)
+        self._begin_if_first(activity)
+
+    def _begin_if_first(self, activity: Activity) -> None:
+        if not activity.missing and all(self.lanes[lane][0] is activity for lane in activity.lanes):
             self._begin(activity)
 
     def _half(self, s: int, clock: StageClock, half: Half, micro: int) -> None:
@@ -163,11 +186,11 @@ class Engine:
         if activity is None:
             activity = self.exchanges[key] = Activity("exchange", PIPELINE, (s, half.peer), 0.0, micro, _NOTHING)
         if half.is_send:
-            activity.remaining, activity.loads, activity.lane = half.seconds, half.loads, (s, half.peer, PIPELINE)
+            activity.remaining, activity.loads, activity.lanes = half.seconds, half.loads, ((s, half.peer, PIPELINE),)
         for number, is_indexed in half.buffers:
             clock.pending.setdefault((number, micro if is_indexed else -1), []).append(activity)
         if not is_first:
-            self._line_up(activity)
+            self._line_up(activity, activity.lanes)
 
     def _await(self, s: int, clock: StageClock, wait: Await, micro: int) -> bool:
         (number, is_indexed), pending = wait.buffer, clock.pending
@@ -195,7 +218,8 @@ class Engine:
         """Time before an exchange has begun is a bubble; what it takes then is exposed."""
         last = max(works, key=lambda activity: activity.stop)
         start, stop = clock.waits_from, last.stop
-        begun = min(max(last.start, start), stop) if last.axis == PIPELINE else start
+        is_met = last.axis == PIPELINE or len(last.stages) > 1  # what others must come to, too
+        begun = min(max(last.start, start), stop) if is_met else start
         clock.bubble += begun - start
         clock.waited[last.axis] = clock.waited.get(last.axis, 0.0) + stop - begun
         if stop > start:
@@ -222,11 +246,10 @@ class Engine:
             for link in activity.loads:
                 del self.on_link[link][activity]
         self._disturb(activity)
-        if activity.lane is not None:
-            queue = self.lanes[activity.lane]
-            queue.popleft()
-            if queue:
-                self._begin(queue[0])
+        for lane in activity.lanes:
+            self.lanes[lane].popleft()
+        for following in {id(queue[0]): queue[0] for lane in activity.lanes if (queue := self.lanes[lane])}.values():
+            self._begin_if_first(following)
         for s in activity.stages:
             self._go_on(s)
 

@@ -38,11 +38,13 @@ from planloom.program import (
     Free,
     Instruction,
     Program,
+    Put,
     Receive,
     Seed,
     Send,
     StageProgram,
     Sum,
+    Take,
     Update,
     Wait,
     WeightGradient,
@@ -50,14 +52,14 @@ from planloom.program import (
 )
 from planloom.program.schedule import is_last
 from planloom.program.sizes import sizes_of_steps
-from planloom.simulate.timeline import RoleMemory
 from planloom.simulate.rings import RingMemory
+from planloom.simulate.timeline import RoleMemory
 from planloom.simulate.weight_memory import weight_gradient_needs
 
 PARTS = ("parameters", "optimizer", "gradients", "activations", "temporaries", "communication", "inputs")
 _NUM_MOMENTS = 2
 _WALKED = 3
-"""Calls of a body after which the next are alike."""
+"""Calls of a body after which the next are alike; more where sends are awaited more than one micro-batch later."""
 
 Place = tuple[Buffer, int]
 Bytes = dict[str, int]
@@ -97,7 +99,7 @@ def role_memory(program: Program, stage: int, prices: Prices, sizes: Mapping[Buf
     rises = {kind: sum(memory.peak.values()) for kind, memory in kinds.items()}
     added = {kind: [(part, count) for part, count in memory.added.items() if count] for kind, memory in kinds.items()}
     most = sum(live.values())
-    for call, kind in zip(own.calls, _kinds(own.calls), strict=True):
+    for call, kind in zip(own.calls, _kinds(own.calls, _num_walked(own)), strict=True):
         memory, reached = kinds[kind], sum(live.values()) + rises[kind]
         if reached > most:
             peak, most = _plus(live, memory.peak), reached
@@ -108,12 +110,17 @@ def role_memory(program: Program, stage: int, prices: Prices, sizes: Mapping[Buf
     return RoleMemory(devices=own.mesh.devices, peak_bytes=sum(parts.values()), parts=parts, when=when)
 
 
-def _kinds(calls: Sequence[BodyCall]) -> list[tuple[str, int]]:
-    """(body, how manieth call of it, at most `_WALKED`)."""
+def _num_walked(stage: StageProgram) -> int:
+    lags = (i.lag for body in stage.bodies.values() for i in body if isinstance(i, Wait))
+    return max(_WALKED, 2 + max(lags, default=0))
+
+
+def _kinds(calls: Sequence[BodyCall], num_walked: int) -> list[tuple[str, int]]:
+    """(body, how manieth call of it, at most so many)."""
     counts: dict[str, int] = {}
     kinds = []
     for call in calls:
-        kinds.append((call.body, min(counts.get(call.body, 0), _WALKED - 1)))
+        kinds.append((call.body, min(counts.get(call.body, 0), num_walked - 1)))
         counts[call.body] = counts.get(call.body, 0) + 1
     return kinds
 
@@ -131,6 +138,7 @@ class _Walk:
         self.rings = RingMemory(self)
         self.arriving: dict[Place, _Arrival] = {}
         self.gathers = {buffer for p in self.stage.parameters for buffer in p.gathers}
+        """Gathered parameters and pieces that lie in them: what a run saves of one holds no storage."""
         self.parameters = set(self.graph.parameters)
         self.borrowed: set[Place] = set()
         self.live: Bytes = {}
@@ -150,12 +158,12 @@ class _Walk:
     def kinds_of_calls(self) -> dict[tuple[str, int], _CallMemory]:
         """Every kind of call that occurs, walked in a plain order: each micro-batch forward and backward."""
         found: dict[tuple[str, int], _CallMemory] = {}
-        counts: dict[str, int] = {}
-        for call in _plain_order(self.stage):
+        counts, num_walked = dict[str, int](), _num_walked(self.stage)
+        for call in _plain_order(self.stage, num_walked):
             kind = (call.body, counts.get(call.body, 0))
             counts[call.body] = kind[1] + 1
             memory = self._walk(call)
-            if kind[1] < _WALKED:
+            if kind[1] < num_walked:
                 found[kind] = memory
         return found
 
@@ -232,6 +240,15 @@ class _Walk:
                 self.put(target, micro, self.make(self.sizes[target], self._part(tensor)))
             case Accumulate(target=target, source=source, tensor=tensor):
                 self._accumulate(target, source, tensor, micro)
+            case Take(source=source, target=target, box=box, sizes=sizes):
+                if lies_together(box, sizes):
+                    self.put(target, micro, self._keep(source, micro))
+                    self.gathers.update({target} if source in self.gathers else ())
+                else:
+                    self.put(target, micro, self.make(self.sizes[target], self._part_of_pieces(source, micro)))
+            case Put(source=source, target=target):
+                if _place(target, micro) not in self.held:
+                    self.put(target, micro, self.make(self.sizes[target], self._part_of_pieces(source, micro)))
             case Seed(target=target):
                 self.put(target, micro, self.make(self.sizes[target], "temporaries"))
             case Free(buffer=buffer):
@@ -242,6 +259,11 @@ class _Walk:
 
     def _part(self, tensor: str) -> str:
         return "gradients" if tensor in self.parameters else "temporaries"
+
+    def _part_of_pieces(self, source: Buffer, micro: int) -> str:
+        """That of what they are pieces of; a copy of parameters is there for a run, as activations are."""
+        part = self.held[_place(source, micro)].part
+        return "activations" if part == "parameters" else part
 
     def run_memory(self, run: int) -> RunMemory:
         return self.prices.run_memory(self.program, self.program.runs[run])
@@ -419,13 +441,13 @@ def given_bytes(graph: Graph) -> int:
     )
 
 
-def _plain_order(stage: StageProgram) -> list[BodyCall]:
+def _plain_order(stage: StageProgram, num_walked: int) -> list[BodyCall]:
     """The calls of the first micro-batches of every body, one micro-batch after another, and of the last ones."""
     counts: dict[str, int] = {}
     walked: dict[int, None] = {}
     for call in stage.calls:
         counts[call.body] = counts.get(call.body, 0) + 1
-        if call.micro >= 0 and (counts[call.body] <= _WALKED or is_last(call.body)):
+        if call.micro >= 0 and (counts[call.body] <= num_walked or is_last(call.body)):
             walked[call.micro] = None
     of_micro: dict[int, list[BodyCall]] = {micro: [] for micro in sorted(walked)}
     around = [call for call in stage.calls if call.micro < 0]

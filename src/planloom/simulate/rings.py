@@ -1,9 +1,9 @@
 """Memory of rings: what they hold between their turns, storage by storage, as `execute.ring_attention` holds it.
 
-    opened            queries, and what autograd saves of the operators before attention
-    first turn on     results and logarithms of sums, in float32 at least
-    last turn         the results lie where the block's output does
-    backward          the sum of the cotangents of queries, from the first turn that is carried out to the opening's own
+opened            queries, and what autograd saves of the operators before attention
+first turn on     results and logarithms of sums, in float32 at least
+last turn         the results lie where the block's output does
+backward          the sum of the cotangents of queries, from the first turn that is carried out to the opening's own
 """
 
 from dataclasses import dataclass, field
@@ -43,7 +43,9 @@ class RingMemory:
             memory = walk.run_memory(run.index)
             walk.rise(what, memory.forward_peak_bytes)
             ring = self._open[key] = _Open()
-            ring.kept.append(walk.make(memory.saved_bytes + self._of(self._turn_after(run)).queries_bytes, _ACTIVATIONS))
+            ring.kept.append(
+                walk.make(memory.saved_bytes + self._of(self._turn_after(run)).queries_bytes, _ACTIVATIONS)
+            )
             ring.kept += walk.keep_flagged(forward.inputs, memory.saved_inputs, micro)
         else:
             ring, memory_of_turn = self._open[key], self._of(run)

@@ -5,10 +5,11 @@ from types import MappingProxyType
 
 from planloom.errors import PlanError
 from planloom.plan.families.context import CONTEXT
+from planloom.plan.families.interlaced import INTERLACED
 from planloom.plan.families.recipe import Family, Option, Recipe
 from planloom.plan.families.usual import USUAL
 
-FAMILIES: Mapping[str, Family] = MappingProxyType({family.name: family for family in (*USUAL, *CONTEXT)})
+FAMILIES: Mapping[str, Family] = MappingProxyType({family.name: family for family in (*USUAL, *CONTEXT, *INTERLACED)})
 
 
 def parse_recipe(text: str) -> Recipe:
