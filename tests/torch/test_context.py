@@ -33,11 +33,9 @@ PLANS = [
 ]
 
 
-def context_plan(model: str, options: str) -> Plan:
-    batch = build(model, torch.float64)[1]
-    return (
-        parse_recipe(f"context:{options}").draft(captured(model, torch.float64), batch=batch_spec(batch)).plan(options)
-    )
+def context_plan(model: str, options: str, dtype: torch.dtype = torch.float64) -> Plan:
+    blocks, batch = captured(model, dtype), build(model, dtype)[1]
+    return parse_recipe(f"context:{options}").draft(blocks, batch=batch_spec(batch)).plan(options)
 
 
 @pytest.mark.parametrize(("model", "options"), PLANS)

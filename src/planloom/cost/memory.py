@@ -183,7 +183,8 @@ class _EagerRun(_AbstractRun):
                 if operand.is_given and key not in table:
                     table[key] = self._given(operand)
             last["made", 0, operation.outputs[0].tensor] = i
-        kept = {("made", 0, slot.tensor) for slot in self._run.outputs}
+        results = [self._result(slot.tensor) for slot in self._run.outputs]
+        kept = set(results)
         finished: dict[int, list[Key]] = {}
         for key, i in last.items():
             if key not in kept:
@@ -192,7 +193,12 @@ class _EagerRun(_AbstractRun):
             table["made", 0, operation.outputs[0].tensor] = execute(self._tape, self._call(operation, table))
             for key in finished.get(i, ()):
                 del table[key]
-        return [table["made", 0, slot.tensor] for slot in self._run.outputs]
+        return [table[key] for key in results]
+
+    def _result(self, tensor: str) -> Key:
+        """Where an output lies; what opens a ring may hand on what it reads."""
+        read = [part.reads[tensor] for part in self._run.blocks if part.turn is not None and tensor in part.reads]
+        return ("slot", read[0], "") if read else ("made", 0, tensor)
 
 
 class _FusedRun(_AbstractRun):

@@ -204,7 +204,8 @@ class RingVjp:
 
     def _finish(self) -> tuple[Tensor, ...]:
         """The results with all keys, and what comes behind attention."""
-        assert self._result is not None and self._sums is not None
+        if self._result is None or self._sums is None:
+            raise RuntimeError("a ring ends before any query has met a key")
         if self._sinks is not None:
             whole = torch.logaddexp(self._sums, self._sinks.to(self._sums.dtype).view(1, -1, 1))
             self._result = self._result.mul_((self._sums - whole).exp_().unsqueeze(-1))

@@ -286,7 +286,9 @@ class _Interpreter(Devices):
         run = self.program.runs[backward.run]
         if (device, backward.run, micro) not in self.saved:
             raise FaultError(
-                run.outputs[0].tensor, "the backward of a run has no forward before it that saved", (device,)
+                (run.outputs or run.inputs)[0].tensor,
+                "the backward of a run has no forward before it that saved",
+                (device,),
             )
         for buffer, symbol in self.saved.pop((device, backward.run, micro)).items():
             if self._read(device, buffer, micro, symbol.tensor) != symbol:
