@@ -10,7 +10,7 @@ from planloom.cli.output import JsonOption, screen, show, write_file
 from planloom.errors import PlanError
 from planloom.plan.order_checks import require_orders
 from planloom.plan.schedule_search import search_order
-from planloom.plan.schedules import ORDERS, orders_of, schedule_name, stages_per_group
+from planloom.plan.schedules import ORDERS, SHARED_ORDERS, orders_of, schedule_name, stages_per_group
 from planloom.plan.timing import StageTimes, TimedOrders, time_orders
 from planloom.report.schedules import schedule_document, schedule_rows, schedule_svg
 
@@ -23,7 +23,10 @@ def register(app: typer.Typer) -> None:
 
 
 def schedule_command(
-    name: Annotated[str, typer.Argument(help=f"One of {', '.join(ORDERS)}, or search: the best order, small cases.")],
+    name: Annotated[
+        str,
+        typer.Argument(help=f"One of {', '.join((*ORDERS, *SHARED_ORDERS))}, or search: the best order, small cases."),
+    ],
     stages: Annotated[int, typer.Option("--stages", help="The number of stages.")] = 4,
     micro: Annotated[int, typer.Option("--micro", help="The number of micro-batches.")] = 8,
     per_group: Annotated[
