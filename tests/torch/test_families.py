@@ -19,6 +19,7 @@ CASES = [
     ("gpt", "looped"),
     ("gpt", "zb:pp=2,tp=2,micro=4"),
     ("llama", "zb:pp=2,micro=4,v"),
+    ("zoo/t5", "interlaced:pp=2,dp=2,micro=2"),
     ("zoo/qwen3_moe", "experts:ep=2,tp=2"),
     ("llama", "context:cp=2,dp=2"),
     ("gpt", "interlaced:pp=2,micro=2"),

@@ -2,19 +2,21 @@
 
 A call of a shared stage is one of every group that shares it, and a rendezvous: its collectives begin when all have
 come to it. `interlaced` (SuperScaler, Lin 2024) therefore works in rounds. G groups hold one stage of layers each; the
-first stage (embeddings) and the last (head and loss) are shared by all. In round r group g takes the backward of one
-micro-batch and the forward of another, which need nothing of this round:
+first stage (embeddings) and the last (head and loss) are shared by all. In a round every group takes the forward of one
+micro-batch and the backward of another: groups of even number the forward first, of odd number the backward. So in
+round r, with a = ⌈G / 2⌉, group g takes
 
-    backward of micro-batch r − 2 G + 1 + g, then forward of micro-batch r − g
+    forward of micro-batch r − ⌊g / 2⌋, which the group before has taken in the last round, or first in this one
+    backward of micro-batch r − a − G + 1 + g, which the group behind has taken in the last round
 
-so no group waits for another inside a round, however unlike forwards and backwards are. Between rounds all take part in
+and none waits for another if a forward takes no longer than a backward. Between rounds all take part in
 
-    the embedding's backward of micro-batch r − 2 G; head, forward and backward, of r − G; the embedding's forward of r
+    the embedding's backward of micro-batch r − a − G; the head, both ways, of r − a; the embedding's forward of r
 
 each of which the last round has made ready. With equal stages M micro-batches take (M + G − 1)(F + B) and the shared
-stages' seconds: the bubble of 1F1B, though no group computes a whole embedding or head. Group g holds the activations
-of 2 (G − g) − 1 micro-batches, 1F1B of G − g: in 1F1B a forward and a backward of neighbours follow each other inside
-what is one round here, and all others would wait for both.
+stages' seconds: the bubble of 1F1B, though no group computes a whole embedding or head. The first group holds the
+activations of about 3 G / 2 micro-batches, under 1F1B of G: there, a forward and a backward of neighbours follow each
+other inside what is one round here, and all others would wait for both.
 """
 
 from collections.abc import Callable
@@ -36,12 +38,14 @@ def interlaced(num_stages: int, num_micro: int) -> Orders:
             given=f"{num_stages} stages",
             required="three stages or more: embeddings, one or more of layers, head and loss",
         )
+    turn = (groups + 1) // 2
     orders: list[list[Call]] = [[] for _ in range(groups)]
-    for r in range(num_micro + 2 * groups + 1):
-        between = [backward(0, r - 2 * groups), forward(groups + 1, r - groups)]
-        between += [backward(groups + 1, r - groups), forward(0, r)]
+    for r in range(num_micro + turn + groups):
+        between = [backward(0, r - turn - groups), forward(groups + 1, r - turn)]
+        between += [backward(groups + 1, r - turn), forward(0, r)]
         for g, order in enumerate(orders):
-            calls = [*between, backward(g + 1, r - 2 * groups + 1 + g), forward(g + 1, r - g)]
+            own = [forward(g + 1, r - g // 2), backward(g + 1, r - turn - groups + 1 + g)]
+            calls = [*between, *(own if g % 2 == 0 else reversed(own))]
             order += [call for call in calls if 0 <= call.micro < num_micro]
     return tuple(map(tuple, orders))
 

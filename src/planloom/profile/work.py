@@ -25,6 +25,7 @@ from planloom.cost.keys import (
     update_key,
 )
 from planloom.program import Program, Run, Send, Transfer, collectives_in
+from planloom.program.shared import between_roles
 from planloom.program.sizes import mask_bytes_of_steps
 
 COVERED_RATIO = 2.0
@@ -148,13 +149,15 @@ def _steps(blocks: BlockGraph, program: Program) -> Iterator[tuple[Step, int]]:
 
 def _exchanges(blocks: BlockGraph, program: Program) -> Iterator[tuple[tuple[Transfer, ...], int]]:
     """The messages of every exchange between stages, with the bytes of the largest."""
+    role_of = {device: s for s, stage in enumerate(program.stages) for device in stage.mesh.devices}
     for stage in program.stages:
         for body in stage.bodies.values():
             for instruction in body:
                 if isinstance(instruction, Send):
                     item_bytes = blocks.graph.tensors[instruction.tensor].item_bytes
-                    elements = max(prod(b - a for a, b in t.source_box) for t in instruction.transfers)
-                    yield instruction.transfers, item_bytes * elements
+                    for transfers in between_roles(role_of, instruction.transfers).values():
+                        elements = max(prod(b - a for a, b in t.source_box) for t in transfers)
+                        yield transfers, item_bytes * elements
 
 
 def _stored_bytes(blocks: BlockGraph, name: str, sizes: tuple[int, ...]) -> int:

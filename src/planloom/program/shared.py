@@ -13,9 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
-from planloom.collective import Step
 from planloom.layout import Layout, Mesh
-from planloom.program.values import Buffer, Coalesced, Collective, Instruction, Receive, Send, Update, Wait
+from planloom.program.values import Buffer, Coalesced, Collective, Instruction, Receive, Send, Transfer, Update, Wait
 
 Marked = TypeVar("Marked", bound=Instruction)
 
@@ -95,10 +94,16 @@ def spread(layout: Layout, sizes: tuple[int, ...], mesh: Mesh) -> Layout:
     return Layout(splits=tuple(splits), partial=layout.partial, combine=layout.combine)
 
 
-def spans_roles(steps: Sequence[Step], devices: Iterable[int]) -> bool:
-    """Do steps have groups with devices beyond these?"""
-    own = frozenset(devices)
-    return any(not own.issuperset(group) for step in steps if not step.is_local for group in step.groups)
+def between_roles(
+    role_of: Mapping[int, int], transfers: Iterable[Transfer]
+) -> dict[tuple[int, int], tuple[Transfer, ...]]:
+    """The messages of an exchange by the roles that they go from and to; what a role sends to itself is none."""
+    parts: dict[tuple[int, int], list[Transfer]] = {}
+    for transfer in transfers:
+        ends = role_of[transfer.source], role_of[transfer.target]
+        if ends[0] != ends[1]:
+            parts.setdefault(ends, []).append(transfer)
+    return {ends: tuple(part) for ends, part in parts.items()}
 
 
 def span(collective: Collective) -> frozenset[int]:

@@ -45,6 +45,7 @@ from planloom.program import (
     collectives_in,
 )
 from planloom.program.schedule import EXIT
+from planloom.program.shared import between_roles
 from planloom.program.sizes import mask_bytes_of_steps, sizes_of_steps
 from planloom.simulate.links import Links, Loads
 from planloom.simulate.timeline import Stream
@@ -302,12 +303,11 @@ class ScriptWriter:
         """The messages between a role and each other one, under a name of their own if there are several roles."""
         if not self.program.shared:
             return [(channel, self._stage_of[transfers[0].target if is_send else transfers[0].source], transfers)]
-        parts: dict[tuple[int, int], list[Transfer]] = {}
-        for t in transfers:
-            ends = self._stage_of[t.source], self._stage_of[t.target]
-            if s in ends and ends[0] != ends[1] and s == ends[not is_send]:
-                parts.setdefault(ends, []).append(t)
-        return [(f"{channel} {a}>{b}", b if is_send else a, tuple(part)) for (a, b), part in parts.items()]
+        return [
+            (f"{channel} {a}>{b}", b if is_send else a, part)
+            for (a, b), part in between_roles(self._stage_of, transfers).items()
+            if s == (a if is_send else b)
+        ]
 
     def _merged(self, items: Sequence[Item], *, lane_is_free: bool) -> list[Item]:
         """Adjacent busy items as one, with collectives that are awaited at once and cannot be disturbed.

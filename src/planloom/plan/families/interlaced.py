@@ -59,23 +59,39 @@ def _kinds(block: Block) -> set[str]:
 
 
 def _in_stages(blocks: BlockGraph, layers: Sequence[int], num_stages: int) -> dict[int, int]:
-    """Cut the blocks of layers, one place a segment at most, where the fewest tensors cross; into about equal work."""
+    """Cut the blocks of layers into about equal work: all groups take their turns together, so the largest counts."""
     work = {index: block_work(blocks.graph, blocks.blocks[index]) for index in layers}
+    places = [layers[0], *_places(blocks, layers, num_stages)]
+    behind = [sum(work[i] for i in layers if i < place) for place in places]
+    done = [*behind, sum(work.values())]
+    best: list[dict[int, tuple[tuple[int, int], int]]] = [{0: ((0, 0), -1)}]
+    """By number of stages: where they may end → the largest and the sum of squares, and where the last one begins."""
+    for stage in range(1, num_stages + 1):
+        ends = range(stage, len(done) - num_stages + stage)
+        best.append({end: min((_with(best[-1][start][0], done[end] - done[start]), start)
+                              for start in best[-1] if start < end) for end in ends})  # fmt: skip
+    starts, end = list[int](), len(done) - 1
+    for found in reversed(best[1:]):
+        end = found[end][1]
+        starts.append(places[end])
+    return {index: sum(start <= index for start in starts) for index in layers}
+
+
+def _with(load: tuple[int, int], work: int) -> tuple[int, int]:
+    return max(load[0], work), load[1] + work * work
+
+
+def _places(blocks: BlockGraph, layers: Sequence[int], num_stages: int) -> list[int]:
+    """Where stages may begin: of every segment the blocks before which the fewest tensors cross."""
     own, crossing = set(layers), dict.fromkeys(layers, 0)
     for tensor, users in blocks.consumers.items():
         made, used = blocks.producer.get(tensor, -1), max((user for user in users if user in own), default=-1)
-        for cut in (index for index in layers if made in own and made < index <= used):
-            crossing[cut] += 1
+        if made in own:
+            for index in range(made + 1, used + 1):
+                crossing[index] = crossing.get(index, 0) + 1
     spans = [[i for i in layers[1:] if segment.start <= i < segment.stop] for segment in find_segments(blocks)]
-    cuts = [min(span, key=lambda cut: crossing[cut]) for span in spans if span]
-    cuts = cuts if len(cuts) >= num_stages else list(layers[1:])
-    chosen: list[int] = []
-    for stage in range(1, num_stages):
-        wanted, left = sum(work.values()) * stage / num_stages, num_stages - 1 - stage
-        free = [cut for cut in cuts if cut > max(chosen, default=-1)]
-        free = free[: len(free) - left]
-        chosen.append(min(free, key=lambda cut: abs(sum(work[i] for i in layers if i < cut) - wanted)))
-    return {index: 1 + sum(cut <= index for cut in chosen) for index in layers}
+    found = [i for span in spans for i in span if crossing[i] == min(crossing[other] for other in span)]
+    return found if len(found) >= num_stages else list(layers[1:])
 
 
 INTERLACED = Family(
