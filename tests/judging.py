@@ -15,7 +15,7 @@ from torch import Tensor
 from planloom.blocks import BlockGraph, find_segments
 from planloom.capture import batch_spec
 from planloom.errors import VerificationError
-from planloom.plan import named_plan, parse_named
+from planloom.plan import find_named, named_plan
 from planloom.program import Instruction, Program, build_program, verify_program
 from tests.boundaries import Side, boundary_plan
 from tests.corruptions import Corruption, Spot, respell
@@ -58,7 +58,7 @@ def prepare(model_name: str, plan_name: str, *, respelled: bool) -> Case:
     else:
         name, _, again = plan_name.partition(" ")
         segments = tuple(range(len(find_segments(blocks)))) if again else ()
-        plan = replace(named_plan(blocks, parse_named(name), batch=spec), recompute=segments)
+        plan = replace(named_plan(blocks, find_named(name), batch=spec), recompute=segments)
     program = build_program(blocks, plan)
     if respelled:
         program = respell(program, Random(f"{model_name} {plan_name}"))
