@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from planloom.errors import PlanError
+from planloom.plan.families.axial import AXIAL
 from planloom.plan.families.recipe import Family, Option, Recipe
 from planloom.plan.families.recycled import RECYCLED
 from planloom.plan.families.usual import USUAL
 
-FAMILIES: Mapping[str, Family] = MappingProxyType({family.name: family for family in (*USUAL, RECYCLED)})
+FAMILIES: Mapping[str, Family] = MappingProxyType({family.name: family for family in (*USUAL, RECYCLED, AXIAL)})
 
 
 def parse_recipe(text: str) -> Recipe:
