@@ -44,15 +44,18 @@ class EvoformerConfig:
 
 
 class GatedAttention(nn.Module):
-    """Attention along the last but one dim, gated, and biased by a pair representation where it has one.
+    """Attention along rows, or along columns, gated, and biased by a pair representation where it has one.
 
-    With m it is row attention (algorithm 7); on transposed m without a bias column attention (8); with z, which is its
-    own bias, triangle attention around the starting node (13), and on transposed z around the ending node (14).
+    With m it is row attention (algorithm 7), or column attention without a bias (8); with z, which is its own bias,
+    triangle attention around the starting node (13), along columns around the ending node (14). Only queries, keys and
+    values are turned: norms and maps read x as it is.
     """
 
-    def __init__(self, channels: int, heads: int, head_size: int, *, pair_channels: int | None) -> None:
+    def __init__(
+        self, channels: int, heads: int, head_size: int, *, pair_channels: int | None, along_columns: bool = False
+    ) -> None:
         super().__init__()
-        self.heads, self.head_size = heads, head_size
+        self.heads, self.head_size, self.along_columns = heads, head_size, along_columns
         self.norm = nn.LayerNorm(channels)
         self.query, self.key, self.value = (nn.Linear(channels, heads * head_size, bias=False) for _ in range(3))
         self.gate = nn.Linear(channels, heads * head_size)
@@ -68,13 +71,17 @@ class GatedAttention(nn.Module):
         logits = q @ k.transpose(-1, -2) * self.head_size**-0.5
         if self.bias is not None:
             assert pair is not None
-            logits = logits + self.bias(self.pair_norm(pair)).permute(0, 3, 1, 2).unsqueeze(1)
-        mixed = (torch.softmax(logits, dim=-1) @ v).transpose(-2, -3).flatten(-2)
-        return self.out(torch.sigmoid(self.gate(x)) * mixed)
+            bias = self.bias(self.pair_norm(pair)).permute(0, 3, 1, 2)
+            logits = logits + (bias.transpose(-1, -2) if self.along_columns else bias).unsqueeze(1)
+        mixed = (torch.softmax(logits, dim=-1) @ v).permute(
+            *((0, 3, 1, 2, 4) if self.along_columns else (0, 1, 3, 2, 4))
+        )
+        return self.out(torch.sigmoid(self.gate(x)) * mixed.flatten(-2))
 
     def _by_head(self, x: Tensor) -> Tensor:
-        """[b, rows, n, heads · size] to [b, rows, heads, n, size]."""
-        return x.unflatten(-1, (self.heads, self.head_size)).transpose(-2, -3)
+        """[b, rows, n, heads · size] to [b, rows, heads, n, size]; [b, n, columns, …] to [b, columns, heads, n, size]."""
+        x = x.unflatten(-1, (self.heads, self.head_size))
+        return x.permute(*((0, 2, 3, 1, 4) if self.along_columns else (0, 1, 3, 2, 4)))
 
 
 class Transition(nn.Module):
@@ -130,25 +137,24 @@ class EvoformerBlock(nn.Module):
         c_m, c_z, size = config.msa_channels, config.pair_channels, config.head_size
         self.msa_dropout, self.pair_dropout = config.msa_dropout, config.pair_dropout
         self.row_attention = GatedAttention(c_m, config.msa_heads, size, pair_channels=c_z)
-        self.column_attention = GatedAttention(c_m, config.msa_heads, size, pair_channels=None)
+        self.column_attention = GatedAttention(c_m, config.msa_heads, size, pair_channels=None, along_columns=True)
         self.msa_transition = Transition(c_m, config.transition_factor)
         self.outer_product_mean = OuterProductMean(c_m, c_z, config.outer_channels)
         self.triangle_out = TriangleMultiplication(c_z, outgoing=True)
         self.triangle_in = TriangleMultiplication(c_z, outgoing=False)
         self.triangle_start = GatedAttention(c_z, config.pair_heads, size, pair_channels=c_z)
-        self.triangle_end = GatedAttention(c_z, config.pair_heads, size, pair_channels=c_z)
+        self.triangle_end = GatedAttention(c_z, config.pair_heads, size, pair_channels=c_z, along_columns=True)
         self.pair_transition = Transition(c_z, config.transition_factor)
 
     def forward(self, msa: Tensor, pair: Tensor) -> tuple[Tensor, Tensor]:
         msa = msa + self._dropout(self.row_attention(msa, pair), self.msa_dropout, shared=1)
-        msa = msa + self.column_attention(msa.transpose(1, 2)).transpose(1, 2)
+        msa = msa + self.column_attention(msa)
         msa = msa + self.msa_transition(msa)
         pair = pair + self.outer_product_mean(msa)
         pair = pair + self._dropout(self.triangle_out(pair), self.pair_dropout, shared=1)
         pair = pair + self._dropout(self.triangle_in(pair), self.pair_dropout, shared=1)
         pair = pair + self._dropout(self.triangle_start(pair, pair), self.pair_dropout, shared=1)
-        turned = pair.transpose(1, 2)
-        pair = pair + self._dropout(self.triangle_end(turned, turned).transpose(1, 2), self.pair_dropout, shared=2)
+        pair = pair + self._dropout(self.triangle_end(pair, pair), self.pair_dropout, shared=2)
         return msa, pair + self.pair_transition(pair)
 
     def _dropout(self, x: Tensor, rate: float, *, shared: int) -> Tensor:

@@ -18,6 +18,7 @@ from planloom.errors import PlanError
 from planloom.graph import Graph
 from planloom.layout import Mesh
 from planloom.plan.draft import Draft, draft
+from planloom.plan.families.axial import split_axially
 from planloom.plan.families.recipe import BatchSpec, Family, Options
 from planloom.plan.parallel import recompute_layers, sharded, slices, tensor_parallel
 
@@ -32,7 +33,8 @@ def recycled_pipeline(blocks: BlockGraph, options: Options, *, mesh: Mesh, batch
     stages = recycled_stages(blocks, reads, len(meshes))
     written = draft(blocks, meshes[0], batch=batch)
     written = replace(written, meshes=tuple(meshes * num_passes), stages=stages)
-    written = tensor_parallel(written, "tp")
+    written = tensor_parallel(written, "tp") if mesh.axis("tp").size > 1 else written
+    written = split_axially(written, "dap") if mesh.axis("dap").size > 1 else written
     if mesh.axis("dp").size > 1:
         written = written.split("*", batch="dp")
         written = sharded(written, "zero1") if options["zero1"] else written
@@ -110,7 +112,7 @@ def _op_work(graph: Graph, index: int) -> int:
 RECYCLED = Family(
     name="3f1b",
     about="pipeline for a model that recycles: every pass forward, the last one backward",
-    axes=("pp", "dp", "tp"),
-    options={"pp": 2, "dp": 1, "tp": 1, "micro": 4, "zero1": False, "recompute": False},
+    axes=("pp", "dp", "dap", "tp"),
+    options={"pp": 2, "dp": 1, "dap": 1, "tp": 1, "micro": 4, "zero1": False, "recompute": False},
     write=recycled_pipeline,
 )
