@@ -94,7 +94,7 @@ def volume_price(mesh: Mesh, kind: StepKind, digits: tuple[Digit, ...], masters:
             return lambda num_bytes: 1 + 2 * num_bytes * (n - 1) / n
         case "all_gather" | "gather":
             return lambda num_bytes: 1 + num_bytes * (n - 1)
-        case "reduce" | "broadcast":
+        case "reduce" | "broadcast" | "rotate":
             return lambda num_bytes: 1 + num_bytes
         case "reduce_scatter" | "all_to_all" | "scatter":
             return lambda num_bytes: 1 + num_bytes * (n - 1) / n

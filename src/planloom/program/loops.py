@@ -135,10 +135,13 @@ class LoopWriter:
     """What is still to be done for a buffer whose making was started early."""
     _cotangents: dict[tuple[int, str], list[tuple[Layout, Buffer]]] = field(default_factory=dict)
     _started: dict[tuple[int, str], Buffer] = field(default_factory=dict)
+    _carried: range | list[int] = field(init=False)
+    """The runs whose forward is carried out here."""
 
     def __post_init__(self) -> None:
         self.digit = self.loop.scope.axis.digit
         self._makers = {slot.tensor: slot for run in self.loop.runs for slot in run.outputs}
+        self._carried = range(len(self.loop.runs))
 
     # -- forward
 
@@ -149,8 +152,9 @@ class LoopWriter:
             self._forward(r, piece, saves=saves, again=again)
             for slot in self.loop.runs[r].outputs:
                 if slot.tensor in leaving:
-                    self._leave(slot, slot.layout, self._values[piece, (slot.tensor, slot.layout)], piece,
-                                leaving[slot.tensor])  # fmt: skip
+                    made = self._values[piece, (slot.tensor, slot.layout)]
+                    self._leave(slot, slot.layout, made, piece, leaving[slot.tensor])
+        assert not self._later, "what was started is awaited where it is read"
         return self.body
 
     def _forward(self, r: int, piece: int, *, saves: bool, again: bool) -> None:
@@ -169,8 +173,8 @@ class LoopWriter:
         for slot, buffer in zip(run.outputs, outputs, strict=True):
             self._values[piece, (slot.tensor, slot.layout)] = buffer
         for slot, buffer in zip(run.outputs, outputs, strict=True):
-            for reader in self.loop.runs[r + 1 :]:
-                for read in reader.inputs:
+            for reader in (other for other in self._carried if other > r):
+                for read in self.loop.runs[reader].inputs:
                     if read.tensor == slot.tensor:
                         self._bring(slot, buffer, read.layout, piece)
 
@@ -197,12 +201,14 @@ class LoopWriter:
         """All pieces, runs from last to first; `outputs`: the whole cotangents of what enters."""
         wholes = {slot.tensor: buffer for slot, buffer in zip(self.loop.outside.outputs, cotangents, strict=True)}
         recomputed = -1
+        self._carried = self._needed_again()
         for r, piece in self._sequence(range(len(self.loop.runs))[::-1]):
             if self.loop.scope.axis.recompute and piece != recomputed:
                 recomputed = piece
-                for needed in self._needed_again():
+                for needed in self._carried:
                     self._forward(needed, piece, saves=True, again=True)
             self._backward(r, piece, wholes, outputs)
+        assert not self._later, "what was started is awaited where it is read"
         return self.body
 
     def _needed_again(self) -> list[int]:
