@@ -6,8 +6,8 @@ device (r − t) mod n, which have come to it from neighbour to neighbour, and i
 combine by their logarithms of sums (`execute.ring_attention`). Seen from outside, such a block is split along its
 sequence like any other, and needs no communication at its boundary: this is its dim `context`.
 
-The operators before attention (rotary embeddings, biases, views) are carried out before the first turn, for the device's
-own part, those behind it in the last.
+The operators before attention (rotary embeddings, biases, views) are carried out before the first turn, for the
+device's own part, those behind it in the last.
 """
 
 from collections.abc import Sequence

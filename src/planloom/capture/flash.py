@@ -80,7 +80,7 @@ def attend_backward(
     sight: Sight,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The cotangents of queries, keys and values, from results and logarithms of sums over these keys and any others."""
+    """The cotangents of queries, keys and values, from results and logarithms over these keys and any others."""
     if _is_flash(q, mask, sight):
         flipped = [x.transpose(1, 2) for x in (cotangent, q, k, v, result)]
         found = torch.ops.aten._flash_attention_backward(

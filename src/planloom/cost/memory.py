@@ -23,7 +23,7 @@ from planloom.cost.eager.operators import Call, execute, is_known
 from planloom.cost.eager.tape import Node, Tape
 from planloom.cost.eager.values import Meter, Storage, Value, contiguous_strides, item_bytes
 from planloom.cost.eager.views import contiguous, local_part
-from planloom.cost.rings import with_queries
+from planloom.cost.rings import turn_memory, with_queries
 from planloom.graph import Tensor, is_reference
 from planloom.graph.rules import ONE_HOT_FACTOR, flat
 from planloom.program import Operand, Operation, Program, Run, run_operations
@@ -54,9 +54,18 @@ class RunMemory:
 def run_memory(blocks: BlockGraph, program: Program, run: Run, *, fused: bool) -> RunMemory:
     """Memory of one micro-batch of a run on one device, by liveness; `fused`: compiled, which rings are not.
 
-    Of a ring it is that of its opening, queries included; that of its turns is `rings.turn_memory`.
+    Of a turn of a ring only the peaks: what the ring keeps is its own (`rings.turn_memory`).
     """
     operations = run_operations(blocks, run, num_micro=program.num_micro_batches)
+    if run.turn is not None and not run.turn.opens:
+        memory = turn_memory(blocks, program, run)
+        return RunMemory(
+            saved_bytes=0,
+            saved_inputs=(False,) * len(run.inputs),
+            saved_outputs=(False,) * len(run.outputs),
+            forward_peak_bytes=memory.forward_peak_bytes,
+            backward_peak_bytes=memory.backward_peak_bytes,
+        )
     if run.turn is not None:
         return _EagerRun(blocks, with_queries(blocks, run), operations).memory()
     if fused:

@@ -114,7 +114,7 @@ class RingVjp:
         places = [arg.key for arg in self._attention.args if isinstance(arg, At)]
         made = [table[place] for place in places[:3]]
         self._edges = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in made]
-        self._query = made[0].detach().transpose(1, 2).contiguous().transpose(1, 2)  # apart from what it was part of
+        self.query = made[0].detach().transpose(1, 2).contiguous().transpose(1, 2)  # apart from what it was part of
         self._sinks_at: Key | None = places[3] if whole.graph.ops[self._ring.op].target == SINKS else None
         self._sinks = None if self._sinks_at is None else table[self._sinks_at].detach()
         self._of_sinks: Tensor | None = None
@@ -123,7 +123,8 @@ class RingVjp:
         self._sums: Tensor | None = None
         self._state: list[Tensor] = []
         self._cotangent: Tensor | None = None
-        self._of_query: Tensor | None = None
+        self.of_queries: Tensor | None = None
+        """The sum of the cotangents of queries, of the turns so far."""
         self._outputs: tuple[Tensor, ...] = tuple(tensor.detach().contiguous() for tensor in made[1:3])
 
     def take_outputs(self) -> tuple[Tensor, ...]:
@@ -135,7 +136,7 @@ class RingVjp:
 
     def forward(self, local: LocalTurn, keys: Tensor, values: Tensor) -> None:
         """One turn."""
-        sight, query = self._sight(local.turn, local.place, keys), self._query
+        sight, query = self._sight(local.turn, local.place, keys), self.query
         if not sight.sees_nothing(query.shape[2], keys.shape[2]):
             result, sums, self._state = attend(query, keys, values, None, sight, self._scale)
             self._combine(result, sums)
@@ -150,20 +151,21 @@ class RingVjp:
             self._begin_backward(cotangents)
         if self._cotangent is None or self._result is None or self._sums is None:
             raise RuntimeError("a ring goes back before it has a cotangent")
-        sight, query = self._sight(local.turn, local.place, keys), self._query
+        sight, query = self._sight(local.turn, local.place, keys), self.query
         if sight.sees_nothing(query.shape[2], keys.shape[2]):
             return [torch.zeros_like(keys), torch.zeros_like(values)]
         of_query, of_keys, of_values = attend_backward(
             self._cotangent, query, keys, values, None, self._result, self._sums, self._state, sight, self._scale
         )
         wide = of_query.to(_wide(of_query.dtype))
-        self._of_query = wide if self._of_query is None else self._of_query.add_(wide)
+        self.of_queries = wide if self.of_queries is None else self.of_queries.add_(wide)
         return [of_keys.contiguous(), of_values.contiguous()]
 
     def close(self, cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The cotangents of what the opening run read, from those of its keys and values."""
-        assert self._of_query is not None
-        given = [self._of_query.to(self._query.dtype), *cotangents]
+        if self.of_queries is None:
+            raise RuntimeError("a ring is closed before any of its turns went back")
+        given = [self.of_queries.to(self.query.dtype), *cotangents]
         pairs = [
             (edge, value)
             for edge, value in zip(self._edges, given, strict=True)
@@ -210,7 +212,7 @@ class RingVjp:
             whole = torch.logaddexp(self._sums, self._sinks.to(self._sums.dtype).view(1, -1, 1))
             self._result = self._result.mul_((self._sums - whole).exp_().unsqueeze(-1))
             self._sums = whole
-        self._result = self._result.to(self._query.dtype)
+        self._result = self._result.to(self.query.dtype)
         table: dict[Key, Tensor] = {}
         with torch.enable_grad():
             entered = Enter.apply(torch.zeros((), requires_grad=True), self._result)
@@ -231,14 +233,15 @@ class RingVjp:
         (found,) = torch.autograd.grad([edge for edge, _ in pairs], [self._edge_behind], [value for _, value in pairs])
         self._cotangent = found
         if self._sinks is not None:
-            assert self._result is not None and self._sums is not None
+            assert self._result is not None
+            assert self._sums is not None
             self._of_sinks = sinks_cotangent(found, self._sinks, self._result, self._sums)
 
     def _find_scale(self) -> float:
         if self._sinks is not None:
             return float(self._attention.args[_SCALE_ARGUMENT])
         scale = self._attention.kwargs.get("scale")
-        return float(self._query.shape[-1] ** -0.5 if scale is None else scale)
+        return float(self.query.shape[-1] ** -0.5 if scale is None else scale)
 
 
 def _parts(steps: Sequence[Step], ring: Ring) -> tuple[list[Step], Step, list[Step]]:

@@ -26,6 +26,7 @@ from planloom.profile.capacity import too_large, why_not
 from planloom.profile.links import measure_collective, measure_exchange, measure_overlap, measure_sum
 from planloom.profile.memory import measure_peak_bytes
 from planloom.profile.rest import measure_rest
+from planloom.profile.rings import bench_of
 from planloom.profile.rounds import NUM_ROUNDS, Rounds
 from planloom.profile.runs import MakeLocal, Measured, RunBench, measure_run, measure_run_again
 from planloom.profile.timing import BUDGET_SECONDS, slowest, time_phases
@@ -144,7 +145,7 @@ def _tasks_again(bench: _Bench, work: Work, rounds: Rounds, *, backwards: bool) 
 
 def _measure_run(bench: _Bench, fingerprint: str, program: Program, run: Run) -> Measured:
     def prepare() -> RunBench:
-        ready = RunBench(bench.blocks, program, run, bench.given, bench.device, bench.make_local)
+        ready = bench_of(bench.blocks, program, run, bench.given, bench.device, bench.make_local)
         ready.forward()
         ready.backward()
         return ready
@@ -159,7 +160,7 @@ def _measure_run(bench: _Bench, fingerprint: str, program: Program, run: Run) ->
 def _measure_again(bench: _Bench, rounds: Rounds, fingerprint: str, program: Program, run: Run) -> Measured:
     if run_key(fingerprint, "forward") not in rounds.measured:  # it does not fit
         return {}
-    ready = RunBench(bench.blocks, program, run, bench.given, bench.device, bench.make_local)
+    ready = bench_of(bench.blocks, program, run, bench.given, bench.device, bench.make_local)
     return measure_run_again(ready, fingerprint, rounds.first, budget_seconds=bench.budget_seconds)
 
 
@@ -219,5 +220,5 @@ def _first_line(error: Exception) -> str:
 def _measure_overlap(bench: _Bench, runs: Mapping[str, tuple[Program, Run]], wire: Wire) -> Measured:
     """With the run that has most blocks: a layer's."""
     largest = max(runs, key=lambda fingerprint: (len(runs[fingerprint][1].blocks), fingerprint))
-    ready = RunBench(bench.blocks, *runs[largest], bench.given, bench.device, bench.make_local)
+    ready = bench_of(bench.blocks, *runs[largest], bench.given, bench.device, bench.make_local)
     return measure_overlap(wire, ready, bench.device, budget_seconds=bench.budget_seconds)

@@ -107,6 +107,8 @@ def measure_run(bench: RunBench, fingerprint: str, *, budget_seconds: float = BU
         found[run_key(fingerprint, "forward_host")] = (timings["forward"].host_seconds, 0.0)
         found[run_key(fingerprint, "backward_host")] = (timings["backward"].host_seconds, 0.0)
     bench.forget()
+    if bench.run.turn is not None:  # what a ring holds between its turns is no run's own
+        return found
     memory = measure_run_memory(bench.local, bench.inputs, bench.given, bench.cotangents, bench.device)
     found[run_key(fingerprint, "saved_bytes")] = (float(memory.saved_bytes), 0.0)
     masks = mask_figures(run_key(fingerprint, "saved_inputs"), memory.saved_inputs)

@@ -1,7 +1,7 @@
 """What the turns of a ring do to symbols: every query must meet every key once, in the forward and in the backward.
 
-A turn's keys and values are those of the device that it names: symbols of other boxes, or that are no values made by the
-block, are refused. A ring remembers on each device the places of which it has met the keys; a place met twice is
+A turn's keys and values are those of the device that it names: symbols of other boxes, or that are no values made by
+the block, are refused. A ring remembers on each device the places of which it has met the keys; a place met twice is
 refused, and what the last turn makes is made only if all were met. On the way back likewise for the cotangent of
 queries; cotangents of keys and values name the queries that they are from, and must be complete where they come home.
 """
@@ -127,7 +127,7 @@ class SymbolicTurn:
 
     def _require_home(self, tensor: str, symbol: Symbol | None, turn: Turn) -> None:
         """The cotangent of the device's own keys or values must be there, with a part of every device's queries."""
-        block, part, own = self.of.pieces()[0]
+        block, _, own = self.of.pieces()[0]
         box, context = self.of.box(own, tensor), self._ring.dim
         if symbol is None or symbol.kind != "cotangent" or symbol.tensor != tensor or symbol.box != box:
             raise RunError(tensor, f"{block.name} needs its cotangent at {list(box)} and is given {symbol}")
