@@ -20,6 +20,8 @@ CASES = [
     ("gpt", "zb:pp=2,tp=2,micro=4"),
     ("llama", "zb:pp=2,micro=4,v"),
     ("zoo/qwen3_moe", "experts:ep=2,tp=2"),
+    ("zoo/evoformer", "3f1b:pp=2,micro=4"),
+    ("zoo/evoformer", "dap:dap=2,dp=2,zero1"),
 ]
 
 
