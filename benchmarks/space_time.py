@@ -22,7 +22,9 @@ from rich.table import Table
 from benchmarks.bars import Bar, Outcome, run_benchmark
 from benchmarks.plan_quality_race import device_of_share, usable_share
 from benchmarks.plan_quality_ranks import Ranks
-from benchmarks.space_time_cases import CASES, Case, Large, Small
+from benchmarks.space_time_cases import CASES as OTHER_CASES
+from benchmarks.space_time_cases import Case, Large, Small
+from benchmarks.space_time_interlaced import INTERLACED
 from planloom.cli.models import CapturedModel, capture_model
 from planloom.cli.pricing import with_figures
 from planloom.cluster import Cluster, cluster_to_yaml, format_bytes, format_seconds, load_cluster
@@ -35,6 +37,7 @@ from planloom.program import Program, build_program, verify_program
 from planloom.simulate import Timeline, simulate
 from testbed import DeviceLimits, OpenDevices, open_devices
 
+CASES = (*OTHER_CASES, INTERLACED)
 DEFAULT_WORK = Path(".planloom/space_time")
 _BUDGET_SECONDS = 0.1
 _ROUNDS = 7

@@ -8,6 +8,7 @@ program means what this computes, in the worst of the orders that the program al
 - a send ends only when its receive has started (rendezvous);
 - what arrives cannot be read before its wait;
 - messages from one device to another on one channel meet in their order, first in, first out;
+- a collective of a shared stage happens when all its devices have started it, and each device's in their order;
 - a parameter that is gathered for each use has one storage: what a run saved of it is NaN while it is freed.
 
 Four things belong to the meaning though results may not depend on them:
@@ -31,6 +32,7 @@ from torch import Tensor
 from planloom.blocks import BlockGraph
 from planloom.collective import Step
 from planloom.execute import LocalRun, RunVjp, compute_given, local_slice
+from planloom.execute.ring_attention import LocalTurn, Rings
 from planloom.layout import Box
 from planloom.program import (
     Accumulate,
@@ -42,10 +44,12 @@ from planloom.program import (
     Free,
     Instruction,
     Program,
+    Put,
     Receive,
     Seed,
     Send,
     Sum,
+    Take,
     Transfer,
     Update,
     Wait,
@@ -53,7 +57,7 @@ from planloom.program import (
 )
 
 Place = tuple[Buffer, int]
-LocalRuns = dict[tuple[int, int], LocalRun]
+LocalRuns = dict[tuple[int, int], LocalRun | LocalTurn]
 Result = TypeVar("Result")
 
 
@@ -79,6 +83,8 @@ class _Reduction:
     instruction: Collective
     micro: int
     sources: dict[int, _Cell]
+    devices: frozenset[int] = frozenset()
+    """All that take part, if other roles do, too."""
     results: dict[int, Tensor] | None = None
     masks: dict[int, Tensor] = field(default_factory=dict)
 
@@ -90,6 +96,8 @@ class _Exchange:
     send: Send | None = None
     receive: Receive | None = None
     sources: dict[int, _Cell] = field(default_factory=dict)
+    """Of the devices that have started to send."""
+    receiving: set[int] = field(default_factory=set)
 
 
 _InFlight = tuple[Literal["collective", "send", "receive"], "_Reduction | _Exchange"]
@@ -114,18 +122,25 @@ class Emulation:
         self._local_runs = {} if local_runs is None else local_runs
         self._memory: dict[int, dict[Place, _Cell]] = {device: {} for device in program.devices}
         self._saved: dict[tuple[int, int, int], tuple[RunVjp, list[Buffer]]] = {}
+        self._rings = {device: Rings() for device in program.devices}
         self._put_off: dict[tuple[int, int, int], list[Tensor | None]] = {}
         self._further: dict[tuple[str, int, str], Tensor] = {}
         self._in_flight: dict[tuple[int, Place], list[_InFlight]] = {}
         self._exchanges: dict[tuple[str, int], _Exchange] = {}
+        self._under_way: dict[int, list[_Reduction]] = {device: [] for device in program.devices}
+        """What every device has started with others, in its order."""
         self._gradients: dict[int, dict[str, Tensor]] = {device: {} for device in program.devices}
         self._shards: dict[int, dict[str, Tensor]] = {device: {} for device in program.devices}
         self._gathers = {b for stage in program.stages for p in stage.parameters for b in p.gathers}
         self._gathered: dict[tuple[int, Buffer], Tensor] = {}
+        self._taken_from: dict[tuple[int, Place], Buffer] = {}
         for stage in program.stages:
             for device in stage.mesh.devices:
                 for stored in stage.parameters:
-                    factors, at = blocks.graph.tensors[stored.name].factors, stage.mesh.coordinates(device)
+                    factors, mesh = blocks.graph.tensors[stored.name].factors, program.mesh_of(stored.stage)
+                    if device not in mesh.devices:
+                        raise BrokenError(f"{stored.name} is stored on {device}, which is not of its home")
+                    at = mesh.coordinates(device)
                     held = local_slice(whole[stored.name], factors, stored.layout.box(stored.sizes, at))
                     self._memory[device][stored.buffer, -1] = _Cell(held.clone())
                     shard = local_slice(whole[stored.name], factors, stored.optimizer_layout.box(stored.sizes, at))
@@ -137,6 +152,8 @@ class Emulation:
         """One step on the global batch."""
         self._given = compute_given(self.blocks.graph, {**batch, **self.buffers}, torch.device("cpu"))
         self._exchanges.clear()
+        for started in self._under_way.values():
+            started.clear()
         self._further.clear()
         for stage in self.program.stages:
             for device in stage.mesh.devices:
@@ -186,8 +203,34 @@ class Emulation:
         awaited = [item for _, _, item in self._awaited(s, instruction, micro)]
         if any(kind == "receive" for kind, _ in awaited) != arrivals:
             return False
-        exchanges = [work for _, work in awaited if isinstance(work, _Exchange)]
-        return all(work.send is not None and work.receive is not None for work in exchanges)
+        return all(
+            self._is_matched(device, work) if isinstance(work, _Exchange) else self._happens(work)
+            for device, _, (_, work) in self._awaited(s, instruction, micro)
+        )
+
+    def _is_matched(self, device: int, exchange: _Exchange) -> bool:
+        """Have all from whom a device receives and to whom it sends begun to?"""
+        if exchange.send is None or exchange.receive is None:
+            return False
+        own = [t for t in (*exchange.send.transfers, *exchange.receive.transfers) if device in (t.source, t.target)]
+        return not self.program.shared or all(
+            t.source in exchange.sources and t.target in exchange.receiving for t in own
+        )
+
+    def _happens(self, work: _Reduction) -> bool:
+        """Have all come to a collective, and is nothing before it with any of them?"""
+        moved = True
+        while moved:
+            moved = False
+            for queue in self._under_way.values():
+                first = queue[0] if queue else None
+                if first is not None and first.devices <= first.sources.keys():
+                    others = [self._under_way[device] for device in first.devices]
+                    if all(other and other[0] is first for other in others):
+                        moved = True
+                        for other in others:
+                            other.pop(0)
+        return all(work not in queue for queue in self._under_way.values())
 
     def _awaited(self, s: int, wait: Wait, micro: int) -> Iterator[tuple[int, Place, _InFlight]]:
         for device in self.program.stages[s].mesh.devices:
@@ -266,6 +309,8 @@ class Emulation:
             self._set(device, self._place(buffer, micro), value)
 
         match instruction:
+            case Forward() | Backward() if isinstance(self._local_run(s, device, instruction.run), LocalTurn):
+                self._turn(s, device, instruction, micro)
             case Forward(run=run, inputs=inputs, outputs=outputs, saves=saves, again=again):
                 local, values = self._local_run(s, device, run), [get(buffer) for buffer in inputs]
                 for slot, value in zip(self.program.runs[run].inputs, values, strict=True):
@@ -274,7 +319,8 @@ class Emulation:
                         self._further[kind, device, f"{slot.tensor} in run {run} of {micro}"] = value.clone()
                 vjp = _checked(lambda: RunVjp(local, values, self._given, micro))
                 if saves:
-                    self._saved[device, run, micro] = vjp, [buffer for buffer in inputs if buffer in self._gathers]
+                    read_from = [self._taken_from.get((device, self._place(b, micro)), b) for b in inputs]
+                    self._saved[device, run, micro] = vjp, [buffer for buffer in read_from if buffer in self._gathers]
                 for buffer, value in zip(outputs, vjp.take_outputs(), strict=True):
                     put(buffer, value)
             case Backward(run=run, cotangents=cotangents, outputs=outputs, is_split=is_split):
@@ -313,6 +359,19 @@ class Emulation:
             case Accumulate(target=target, source=source):
                 old = self._memory[device].get(self._place(target, micro))
                 put(target, get(source) if old is None else _add(old.tensor, get(source)))
+            case Take(tensor=tensor, source=source, target=target, box=box, sizes=sizes):
+                factors, array = self.blocks.graph.tensors[tensor].factors, get(source)
+                piece = _narrow(_checked(lambda: array.reshape(sizes)), box)
+                put(target, piece.reshape(_shape(factors, piece.shape)))
+                if source in self._gathers:
+                    self._taken_from[device, self._place(target, micro)] = source
+            case Put(tensor=tensor, source=source, target=target, box=box, sizes=sizes):
+                place, piece = self._place(target, micro), get(source)
+                factors, cell = self.blocks.graph.tensors[tensor].factors, self._memory[device].get(place)
+                whole = torch.full(sizes, float("nan"), dtype=piece.dtype) if cell is None else cell.tensor.clone()
+                inside = _narrow(_checked(lambda: whole.reshape(sizes)), box)
+                inside.copy_(_checked(lambda: piece.reshape(inside.shape)))
+                put(target, whole.reshape(_shape(factors, sizes)))
             case Free(buffer=buffer):
                 get(buffer)
                 self._forget(device, self._place(buffer, micro))
@@ -329,10 +388,33 @@ class Emulation:
             case _:
                 raise AssertionError(instruction)
 
-    def _local_run(self, s: int, device: int, run: int) -> LocalRun:
+    def _turn(self, s: int, device: int, instruction: Forward | Backward, micro: int) -> None:
+        """A turn of a ring: what the ring holds meanwhile is no buffer."""
+        local, rings = self._local_run(s, device, instruction.run), self._rings[device]
+        assert isinstance(local, LocalTurn)
+        if isinstance(instruction, Forward):
+            values = [self._get(device, buffer, micro) for buffer in instruction.inputs]
+            saves = instruction.saves
+            made: Sequence[Tensor | None] = _checked(
+                lambda: rings.forward(local, values, self._given, micro, saves=saves)
+            )
+        else:
+            taken = [None if b is None else self._get(device, b, micro) for b in instruction.cotangents]
+            held = [self._get(device, buffer, micro) for buffer in instruction.again]
+            made = _checked(lambda: rings.backward(local, taken, held, micro))
+        for buffer, value in zip(instruction.outputs, made, strict=True):
+            if buffer is not None:
+                assert value is not None
+                self._set(device, self._place(buffer, micro), value)
+
+    def _local_run(self, s: int, device: int, run: int) -> LocalRun | LocalTurn:
         if (device, run) not in self._local_runs:
-            at, num_micro = self.program.stages[s].mesh.coordinates(device), self.program.num_micro_batches
-            self._local_runs[device, run] = LocalRun(self.blocks, self.program.runs[run], at, num_micro=num_micro)
+            of, num_micro = self.program.runs[run], self.program.num_micro_batches
+            if device not in self.program.mesh_of(of.stage).devices:
+                raise BrokenError(f"run {run} is one of other devices than {device}")
+            make = LocalRun if of.turn is None else LocalTurn
+            at = self.program.mesh_of(of.stage).coordinates(device)
+            self._local_runs[device, run] = make(self.blocks, of, at, num_micro=num_micro)
         return self._local_runs[device, run]
 
     # -- communication
@@ -346,15 +428,35 @@ class Emulation:
         cells = {d: self._cell(d, collective.source, micro) for d in devices}
         if copied:
             cells = {d: _Cell(cell.read().clone()) for d, cell in cells.items()}
-        reduction = _Reduction(collective, micro, cells)
+        reduction = self._met(devices, collective, micro)
+        reduction.sources.update(cells)
         if collective.rows is not None:
-            reduction.masks = {d: self._get(d, collective.rows, micro).clone() for d in devices}
+            reduction.masks.update({d: self._get(d, collective.rows, micro).clone() for d in devices})
         for device in devices:
             self._start(device, self._place(collective.target, micro), ("collective", reduction))
 
+    def _met(self, devices: Sequence[int], collective: Collective, micro: int) -> _Reduction:
+        """A collective of these devices alone; or of a shared stage, which others may have started."""
+        if not self.program.shared:
+            return _Reduction(collective, micro, {})
+        group = collective.target.of
+        taking_part = frozenset(self.program.mesh_of(group).devices if group >= 0 else devices)
+        same = [
+            work
+            for queue in self._under_way.values()
+            for work in queue
+            if (work.instruction, work.micro, work.devices) == (collective, micro, taking_part)
+        ]
+        work = same[0] if same else _Reduction(collective, micro, {}, taking_part)
+        if work.sources.keys() & set(devices):
+            raise BrokenError(f"{collective.target} is started twice")
+        for device in devices:
+            self._under_way[device].append(work)
+        return work
+
     def _start_send(self, devices: Sequence[int], send: Send, micro: int) -> None:
         exchange = self._exchanges.setdefault((send.channel, micro), _Exchange())
-        if exchange.send is not None:
+        if exchange.send not in (None, send) or exchange.sources.keys() & set(devices):
             raise BrokenError(f"{send.channel} is sent twice")
         exchange.send = send
         for device in devices:
@@ -363,9 +465,10 @@ class Emulation:
 
     def _start_receive(self, devices: Sequence[int], receive: Receive, micro: int) -> None:
         exchange = self._exchanges.setdefault((receive.channel, micro), _Exchange())
-        if exchange.receive is not None:
+        if exchange.receive not in (None, receive) or exchange.receiving & set(devices):
             raise BrokenError(f"{receive.channel} is received twice")
         exchange.receive = receive
+        exchange.receiving.update(devices)
         for device in devices:
             self._start(device, self._place(receive.target, micro), ("receive", exchange))
 
@@ -534,6 +637,8 @@ def _of_group(step: Step, given: list[Tensor]) -> list[Tensor]:
             return [_piece(whole, step, position) for position in range(n)]
         case "slice":
             return [_piece(given[position], step, position) for position in range(n)]
+        case "rotate":
+            return [given[position - 1] for position in range(n)]
         case "mask":
             return [given[0], *(torch.zeros_like(array) for array in given[1:])]
     raise AssertionError(step.kind)

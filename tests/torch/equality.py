@@ -54,7 +54,7 @@ def _pieces(
         for device in stage.mesh.devices:
             for stored in stage.parameters:
                 layout = stored.optimizer_layout if optimizer else stored.layout
-                box = layout.box(stored.sizes, stage.mesh.coordinates(device))
+                box = layout.box(stored.sizes, program.mesh_of(stored.stage).coordinates(device))
                 yield (
                     device,
                     stored.name,

@@ -10,7 +10,15 @@ from planloom.cli.output import JsonOption, screen, show, write_file
 from planloom.errors import PlanError
 from planloom.plan.order_checks import require_orders
 from planloom.plan.schedule_search import search_order
-from planloom.plan.schedules import ORDERS, RECYCLED_ORDERS, num_passes, orders_of, schedule_name, stages_per_group
+from planloom.plan.schedules import (
+    ORDERS,
+    RECYCLED_ORDERS,
+    SHARED_ORDERS,
+    num_passes,
+    orders_of,
+    schedule_name,
+    stages_per_group,
+)
 from planloom.plan.timing import StageTimes, TimedOrders, time_orders
 from planloom.report.schedules import schedule_document, schedule_rows, schedule_svg
 
@@ -26,7 +34,8 @@ def schedule_command(
     name: Annotated[
         str,
         typer.Argument(
-            help=f"One of {', '.join((*ORDERS, *RECYCLED_ORDERS))}, or search: the best order, small cases."
+            help=f"One of {', '.join((*ORDERS, *SHARED_ORDERS, *RECYCLED_ORDERS))}, "
+            "or search: the best order, small cases."
         ),
     ],
     stages: Annotated[

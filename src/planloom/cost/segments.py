@@ -2,7 +2,8 @@
 
 A body's runs follow each other segment by segment. A segment of a body begins with its first run and ends before the
 first run of the next, so what its runs start (a gather for the next, a reduction of its gradients) belongs to it. It
-ends earlier where the stage waits for another one: how long that takes is no property of the segment.
+ends earlier where the stage waits for another one: how long that takes is no property of the segment. Nor is it of a
+shared stage, whose collectives wait for other roles: its bodies have no segments.
 
 Its seconds are those from its first instruction, nothing being under way, until all that it started has ended: the sum
 of its parts and whatever they do to each other. Equal segments (equal runs, collectives, groups and bytes) share a key.
@@ -17,6 +18,7 @@ import msgspec
 
 from planloom.blocks import BlockGraph, find_segments
 from planloom.cost.keys import SEGMENT_PREFIX, collective_prefix, run_fingerprint
+from planloom.layout.boxes import lies_together
 from planloom.program import (
     Accumulate,
     Backward,
@@ -24,9 +26,11 @@ from planloom.program import (
     Forward,
     Instruction,
     Program,
+    Put,
     Receive,
     Send,
     Sum,
+    Take,
     Wait,
     collectives_in,
 )
@@ -45,7 +49,8 @@ class BodySegment:
 def body_segments(blocks: BlockGraph, program: Program, stage: int) -> dict[str, tuple[BodySegment, ...]]:
     """The segments of every body that a stage calls."""
     own = program.stages[stage]
-    bodies = {call.body: own.bodies[call.body] for call in own.calls}
+    called = {call.body: own.bodies[call.body] for call in own.calls}
+    bodies = {name: () if _is_shared(body) else body for name, body in called.items()}
     starts = [segment.start for segment in find_segments(blocks)]
     segment_of = {run.index: bisect_right(starts, run.blocks[0].block) for run in program.runs}
     exchanged = {
@@ -62,6 +67,15 @@ def body_segments(blocks: BlockGraph, program: Program, stage: int) -> dict[str,
             BodySegment(start=start, stop=stop, key=writer.key(body[start:stop])) for start, stop in stretches
         )
     return found
+
+
+def _is_shared(body: Sequence[Instruction]) -> bool:
+    return any(buffer.of >= 0 for i in body if isinstance(i, Forward | Backward) for buffer in _given(i))
+
+
+def _given(run: Forward | Backward) -> list[Buffer]:
+    """What a run makes, or takes the cotangents of."""
+    return [b for b in (run.outputs if isinstance(run, Forward) else run.cotangents) if b is not None]
 
 
 def _stretches(
@@ -103,7 +117,11 @@ class _Signatures:
             case Sum(target=target, sources=sources):
                 return [name, self._sizes[target], len(sources)]
             case Accumulate(target=target):
-                return [name, self._sizes[target], self._program.num_micro_batches > 1]
+                return [name, self._sizes[target], target.indexed or self._program.num_micro_batches > 1]
+            case Take(target=target, box=box, sizes=sizes):
+                return [] if lies_together(box, sizes) else [name, self._sizes[target]]
+            case Put(source=source):
+                return [name, self._sizes[source]]
         members = collectives_in(instruction)
         if not members:
             return []  # waits and frees take no time of their own, and sends are started only

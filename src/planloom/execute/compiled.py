@@ -317,14 +317,15 @@ def prepare_runs(
 
     Nothing is computed and nothing allocated, so many programs can be prepared by processes side by side.
     """
-    stage, graph, mode = program.stages[program.stage_of(device)], blocks.graph, FakeTensorMode()
+    graph, mode = blocks.graph, FakeTensorMode()
     with mode:
         fakes = {name: torch.empty(t.shape, dtype=t.dtype, device=at) for name, t in known.items()}
         if graph.random:
             fakes[RANDOM_STATE] = torch.empty(2, dtype=torch.int64, device=at)
         given = compute_given(graph, fakes, at)
     for run in program.runs:
-        if device not in program.stages[run.stage].mesh.devices:
+        mesh = program.mesh_of(run.stage)
+        if device not in mesh.devices:
             continue
         inputs = []
         for slot in run.inputs:
@@ -332,7 +333,7 @@ def prepare_runs(
             shape, dtype = [prod(next(lengths) for _ in dim) for dim in tensor.factors], getattr(torch, tensor.dtype)
             with mode:
                 inputs.append(torch.empty(shape, dtype=dtype, device=at, requires_grad=slot.cotangent is not None))
-        local = LocalRun(blocks, run, stage.mesh.coordinates(device), num_micro=program.num_micro_batches)
+        local = LocalRun(blocks, run, mesh.coordinates(device), num_micro=program.num_micro_batches)
         runs.compile(local).prepare(inputs, given)
 
 

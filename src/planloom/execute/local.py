@@ -18,7 +18,7 @@ from planloom.execute.operators import ONE_HOT, operator, plain
 from planloom.graph import Arg, Op, is_reference, referenced
 from planloom.graph.rules import ONE_HOT_FACTOR, flat
 from planloom.layout import Box, Digit
-from planloom.program import BlockPiece, Executed, Run, executed, piece_of
+from planloom.program import BlockPiece, Executed, Run, coordinates_in, executed, piece_of
 
 Key = tuple[str, str]
 """Where a value lies: ("slot", number), ("given", block:tensor) or ("made", tensor)."""
@@ -65,12 +65,13 @@ class Scaled:
 
 
 class LocalRun:
-    """The forward function of a run at the given coordinates of its mesh."""
+    """The forward function of a run, in its moment, at the given coordinates of its mesh."""
 
     def __init__(self, blocks: BlockGraph, run: Run, coordinates: Mapping[Digit, int], *, num_micro: int) -> None:
         self.run = run
         self.graph = blocks.graph
-        self._pieces = [piece_of(blocks.blocks[part.block], part, coordinates, num_micro) for part in run.blocks]
+        at = coordinates_in(run, coordinates)
+        self._pieces = [piece_of(blocks.blocks[part.block], part, at, num_micro) for part in run.blocks]
         self._given: dict[Key, tuple[BlockPiece, str]] = {}
         self.steps = self._prepare(blocks)
 

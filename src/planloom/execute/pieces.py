@@ -1,8 +1,15 @@
-"""The pieces of a device's array that a step sends to, or has from, the members of a group."""
+"""The pieces of a device's array: those that a step sends to, or has from, a group, and those of a time axis."""
+
+from math import prod
 
 from torch import Tensor
 
 from planloom.collective import Step
+from planloom.layout import Box
+from planloom.layout.boxes import lies_together
+
+Factors = tuple[tuple[int, ...], ...]
+"""A tensor's dims, each a product of factors."""
 
 
 def cut(array: Tensor, step: Step) -> Tensor:
@@ -28,3 +35,28 @@ def join(pieces: Tensor, step: Step) -> Tensor:
         order.append(len(step.shape) + i)
     counts = dict(zip(step.along, step.shape, strict=True))
     return spread.permute(order).reshape([size * counts.get(i, 1) for i, size in enumerate(shape)])
+
+
+def take(array: Tensor, box: Box, sizes: tuple[int, ...], factors: Factors) -> Tensor:
+    """A piece of an array with these sizes of its factors: a view where its elements lie side by side, else a copy."""
+    piece = _narrow(array.reshape(sizes), box)
+    if not lies_together(box, sizes):
+        piece = piece.contiguous()
+    return piece.reshape(dims([stop - start for start, stop in box], factors))
+
+
+def put(array: Tensor, piece: Tensor, box: Box, sizes: tuple[int, ...]) -> None:
+    """Write a piece to its place in an array that lies together, with these sizes of its factors."""
+    _narrow(array.view(sizes), box).copy_(piece.reshape([stop - start for start, stop in box]))
+
+
+def dims(sizes: tuple[int, ...] | list[int], factors: Factors) -> list[int]:
+    """The sizes of a tensor's own dims from those of its factors."""
+    left = iter(sizes)
+    return [prod(next(left) for _ in dim) for dim in factors]
+
+
+def _narrow(array: Tensor, box: Box) -> Tensor:
+    for i, (start, stop) in enumerate(box):
+        array = array.narrow(i, start, stop - start)
+    return array

@@ -29,6 +29,7 @@ from planloom.program import Transfer
 
 # Messages of rings are told from those of exchanges, whose tags are small, and from each other while they can meet.
 _FIRST_RING_TAG, _NUM_RING_TAGS = 1 << 24, 1 << 20
+_TAGS_OF_A_GROUP = 1 << 12
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -58,6 +59,10 @@ class Wire:
         self.timeout = timedelta(seconds=timeout_seconds)
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._num_started = 0
+        self._started_by: dict[tuple[int, ...], int] = {}
+        """Steps started by group: its members start theirs in one order, whatever other groups they are in."""
+        self._to_self: dict[int, list[Tensor]] = {}
+        """By tag: parts of exchanges that this device sends to itself."""
         self._background = Background()
         self.last_task: Task[object] | None = None
         """What was last given to the background."""
@@ -82,6 +87,16 @@ class Wire:
         self._num_started += count
         return first
 
+    def _tags(self, steps: Sequence[Step]) -> list[int]:
+        """For every step a number by which its messages are told apart, the same on all of its group's members."""
+        tags = []
+        for step in steps:
+            ranks = tuple(sorted(step.group_of(self.device) or ()))
+            number = self._started_by[ranks] = self._started_by.get(ranks, -1) + 1
+            place = list(self._groups).index(ranks) if ranks in self._groups else 0
+            tags.append(place * _TAGS_OF_A_GROUP + number % _TAGS_OF_A_GROUP)
+        return tags
+
     def run_steps(self, steps: tuple[Step, ...], local: Tensor, sizes: tuple[int, ...]) -> Finish:
         """Carry out a program on a local array with these dims; the last collective may still be under way.
 
@@ -94,8 +109,8 @@ class Wire:
             finish_real = self.run_steps(steps, torch.view_as_real(local.reshape(sizes)), (*sizes, 2))
             return lambda: torch.view_as_complex(finish_real())
         array = local.reshape(sizes) if local.numel() == prod(sizes) else local
-        tag = self.reserve_tags(len(steps))
-        return self._start(steps, array.device, lambda: self._carry_out(steps, array, sizes, tag))
+        tags = self._tags(steps)
+        return self._start(steps, array.device, lambda: self._carry_out(steps, array, sizes, tags))
 
     def run_coalesced(
         self, parts: Sequence[tuple[tuple[Step, ...], Tensor, tuple[int, ...]]]
@@ -105,7 +120,7 @@ class Wire:
         The arrays are copied before this returns. The result holds one array for each.
         """
         programs, given = [steps for steps, *_ in parts], [array.reshape(sizes) for _, array, sizes in parts]
-        tag = self.reserve_tags(len(programs[0]))
+        tags = self._tags(programs[0])
         first = tuple(steps[0] for steps in programs)
         sizes = [tuple(array.shape) for array in given]
         packed = None if first[0].is_local else pack(given, first)
@@ -117,7 +132,7 @@ class Wire:
             arrays = given
             finish: Callable[[], list[Tensor]] = lambda: arrays  # noqa: E731
             for i, steps in enumerate(zip(*programs, strict=True)):
-                finish = self._coalesced_step(steps, finish(), sizes, packed if i == 0 else None, tag + i)
+                finish = self._coalesced_step(steps, finish(), sizes, packed if i == 0 else None, tags[i])
                 sizes[:] = [local_sizes_after(step, before) for step, before in zip(steps, sizes, strict=True)]
             return finish
 
@@ -148,10 +163,10 @@ class Wire:
         self.last_task = task  # type: ignore[assignment]
         return task.result
 
-    def _carry_out(self, steps: tuple[Step, ...], array: Tensor, sizes: tuple[int, ...], tag: int) -> Finish:
+    def _carry_out(self, steps: tuple[Step, ...], array: Tensor, sizes: tuple[int, ...], tags: Sequence[int]) -> Finish:
         finish: Finish = lambda: array  # noqa: E731
         for i, step in enumerate(steps):
-            finish = self.start_step(step, finish(), sizes, tag + i)
+            finish = self.start_step(step, finish(), sizes, tags[i])
             sizes = local_sizes_after(step, sizes)
         return finish
 
@@ -189,18 +204,20 @@ class Wire:
                 return self._reduce_scatter(step, array, group, tag)
             case "all_to_all":
                 return self._all_to_all(step, array, group)
+            case "rotate":
+                return self._rotate(array, group, tag)
 
     def move_rows(
         self, steps: tuple[Step, ...], local: Tensor, mask: Tensor, sizes: tuple[int, ...], num_row_dims: int
     ) -> Finish:
         """Carry out a program on a ragged tensor, of which a device holds the rows where its mask is true."""
-        tag = self.reserve_tags(len(steps))
+        tags = self._tags(steps)
 
         def carry_out() -> Finish:
             held = mask.reshape(sizes[:num_row_dims]).bool()
             rows = local.reshape(local.shape[1], *sizes[num_row_dims:])
             for i, step in enumerate(steps):
-                held, rows = self._row_step(step, held, rows, tag + i)
+                held, rows = self._row_step(step, held, rows, tags[i])
             return lambda: rows.reshape(1, rows.shape[0], -1)
 
         return self._start(steps, local.device, carry_out)
@@ -323,6 +340,35 @@ class Wire:
         received = self._exchanged(_to_sorted(cut(array, step), group).contiguous(), group)
         return lambda: join(_from_sorted(received(), group), step)
 
+    def _rotate(self, array: Tensor, group: tuple[int, ...], tag: int) -> Finish:
+        """To the next member, from the one before: messages where gloo takes them, else an exchange that is empty but
+        for two of its parts."""
+        array, place = array.contiguous(), group.index(self.device)
+        after, before = group[(place + 1) % len(group)], group[place - 1]
+        received = torch.empty_like(array)
+        if array.device.type == "cpu" and self._is_gloo(group):
+            number = _FIRST_RING_TAG + 2 * (tag % _NUM_RING_TAGS)
+            with _on_the_wire():
+                works = [dist.irecv(received, before, tag=number), dist.isend(array, after, tag=number)]
+
+            def finish() -> Tensor:
+                for work in works:
+                    _wait(work)
+                return received
+
+            return finish
+        order, count = sorted(group), array.numel()
+        with _on_the_wire():
+            exchanged = dist.all_to_all_single(
+                received.view(-1),
+                array.view(-1),
+                output_split_sizes=[count if rank == before else 0 for rank in order],
+                input_split_sizes=[count if rank == after else 0 for rank in order],
+                group=self.process_group(group),
+                async_op=True,
+            )
+        return _after(exchanged, lambda: received)
+
     def _exchanged(self, pieces: Tensor, group: tuple[int, ...]) -> Finish:
         """Piece q of every member goes to the member q, in the order of ranks."""
         received = torch.empty_like(pieces)
@@ -364,12 +410,17 @@ class Wire:
         for transfer in transfers:
             if transfer.source == self.device:
                 part = _narrow(array, transfer.source_box).contiguous()
+                if transfer.target == self.device:
+                    self._to_self.setdefault(tag, []).append(part)
+                    continue
                 with _on_the_wire():
                     works.append((dist.isend(part, transfer.target, tag=tag), part))
 
         def finish() -> Tensor:
             for work, _ in works:
                 _wait(work)
+            if tag in self._to_self:  # not taken yet, and the array may change now
+                self._to_self[tag] = [part.clone() for part in self._to_self[tag]]
             return local
 
         return finish
@@ -382,7 +433,7 @@ class Wire:
         A message whose elements lie side by side in it arrives there; others arrive beside it and are copied.
         """
         result = torch.empty(sizes, dtype=dtype, device=at)
-        works = []
+        works, own = [], list[Tensor]()
         for transfer in transfers:
             if transfer.target == self.device:
                 place = _narrow(result, transfer.target_box)
@@ -390,6 +441,9 @@ class Wire:
                     place if place.is_contiguous() else torch.empty_like(place, memory_format=torch.contiguous_format)
                 )
                 held = torch.view_as_real(part) if part.is_complex() else part
+                if transfer.source == self.device:
+                    own.append(torch.view_as_real(place) if place.is_complex() else place)
+                    continue
                 with _on_the_wire():
                     works.append((dist.irecv(held, transfer.source, tag=tag), part, place))
 
@@ -398,6 +452,8 @@ class Wire:
                 _wait(work)
                 if part is not place:
                     place.copy_(part)
+            for place, sent in zip(own, self._to_self.pop(tag, ()), strict=True):
+                place.copy_(sent)
             return result
 
         return finish

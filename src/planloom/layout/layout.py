@@ -6,7 +6,7 @@ max). Over a *master* digit only the devices with coordinate 0 hold it: before a
 gather. Over all other digits the tensor is replicated.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -69,6 +69,17 @@ class Layout:
     def completed(self) -> "Layout":
         """The same splits with nothing partial."""
         return Layout(splits=self.splits)
+
+    def without(self, digits: Collection[Digit]) -> "Layout":
+        """The same, with nothing split or partial over these digits."""
+        if not any(digit in digits for digit in (*self.split_digits, *self.partial)):
+            return self
+        return Layout(
+            splits=tuple(tuple(d for d in split if d not in digits) for split in self.splits),
+            partial=tuple(d for d in self.partial if d not in digits),
+            combine=self.combine,
+            master=self.master,
+        )
 
     def __str__(self) -> str:
         parts = [f"{i}:{'·'.join(map(str, split))}" for i, split in enumerate(self.splits) if split]

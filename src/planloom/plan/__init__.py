@@ -13,7 +13,7 @@ from planloom.plan.files import load_plan, save_plan
 from planloom.plan.library import NamedPlan, axis_sizes, find_named, library, named_plan, parse_named
 from planloom.plan.orders import Call, OrderFunction, Orders, gpipe, one_forward_one_backward
 from planloom.plan.schedules import ORDERS
-from planloom.plan.values import Plan, Storage, StorageKind, require_model
+from planloom.plan.values import Plan, Storage, StorageKind, TimeAxis, require_model
 
 __all__ = [
     "FAMILIES",
@@ -27,6 +27,7 @@ __all__ = [
     "Recipe",
     "Storage",
     "StorageKind",
+    "TimeAxis",
     "axis_sizes",
     "draft",
     "find_named",

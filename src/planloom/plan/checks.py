@@ -7,6 +7,8 @@ from planloom.blocks import BlockGraph, find_segments
 from planloom.errors import PlanError
 from planloom.layout import Mesh
 from planloom.plan.order_checks import require_orders
+from planloom.plan.orders import sharers
+from planloom.plan.times import require_times
 from planloom.plan.values import Plan, StorageKind
 
 BATCH_DIM = "batch"
@@ -20,6 +22,7 @@ def require_plan(plan: Plan, blocks: BlockGraph) -> None:
     _require_strategies(plan, blocks)
     _require_batch(plan, blocks)
     _require_stages(plan, blocks)
+    require_times(plan, blocks)
     _require_recompute(plan, blocks)
     _require_orders(plan, blocks)
 
@@ -40,7 +43,7 @@ def _require_counts(plan: Plan, blocks: BlockGraph) -> None:
     for what, found, needed in (
         ("stages", len(plan.stages), num_blocks),
         ("strategies", len(plan.strategies), num_blocks),
-        ("orders", len(plan.orders), len(plan.groups)),
+        ("orders", len(plan.orders), len(plan.roles)),
     ):
         if found != needed:
             unit = "blocks" if what != "orders" else "device groups"
@@ -71,7 +74,6 @@ def _require_storage(plan: Plan, blocks: BlockGraph) -> None:
 
 def _require_strategies(plan: Plan, blocks: BlockGraph) -> None:
     for block, strategy in zip(blocks.blocks, plan.strategies, strict=True):
-        mesh = plan.meshes[plan.stages[block.index]]
         used: set[str] = set()
         for dim, axes in strategy.items():
             if block.dim(dim) is None:
@@ -80,7 +82,7 @@ def _require_strategies(plan: Plan, blocks: BlockGraph) -> None:
                     given=str(strategy),
                     required=f"one of {[d.name for d in block.dims]}",
                 )
-            for axis in map(mesh.axis, axes):
+            for axis in (plan.axis(block.index, axis) for axis in axes):
                 if axis.name in used:
                     raise PlanError(
                         f"block {block.name} uses axis {axis.name!r} twice",
@@ -124,9 +126,8 @@ def _require_batch(plan: Plan, blocks: BlockGraph) -> None:
         dim = block.dim(BATCH_DIM)
         if dim is None:
             continue
-        mesh = plan.meshes[plan.stages[block.index]]
         axes = plan.strategies[block.index].get(BATCH_DIM, ())
-        pieces = plan.num_micro_batches * prod(mesh.axis(axis).size for axis in axes)
+        pieces = plan.num_micro_batches * prod(plan.axis(block.index, axis).size for axis in axes)
         if dim.size % pieces:
             raise PlanError(
                 f"the batch does not divide: block {block.name}",
@@ -143,8 +144,17 @@ def _require_stages(plan: Plan, blocks: BlockGraph) -> None:
         raise PlanError(
             "two stages share a device, but not their mesh",
             given=str([mesh.devices for mesh in plan.meshes]),
-            required="stages on disjoint devices, or on one and the same mesh",
+            required="stages on disjoint devices, on one and the same mesh, or one on the union of others' meshes",
         )
+    for group in range(len(plan.roles), len(plan.groups)):
+        covered = {device for role in plan.members(group) for device in plan.roles[role].devices}
+        if covered != set(plan.groups[group].devices):
+            raise PlanError(
+                "a shared stage lies on devices that no other stage has",
+                given=f"devices {plan.groups[group].devices}",
+                required="a union of whole device groups of other stages",
+                todo="leave these devices out, or assign them blocks of their own",
+            )
     for block in blocks.blocks:
         for tensor in block.inputs:
             source = blocks.producer[tensor]
@@ -187,10 +197,20 @@ def detached_stages(plan: Plan, blocks: BlockGraph) -> frozenset[int]:
 
 def _require_orders(plan: Plan, blocks: BlockGraph) -> None:
     require_orders(plan.orders, len(plan.meshes), plan.num_micro_batches, detached=detached_stages(plan, blocks))
+    called_by = sharers(plan.orders)
+    for stage in range(len(plan.meshes)):
+        members = plan.members(plan.group_of(stage))
+        callers = called_by.get(stage, members[:1] if len(members) > 1 else members)
+        if callers != members:
+            raise PlanError(
+                f"stage {stage} lies on the devices of {len(members)} groups and is called by others",
+                given=f"groups {', '.join(map(str, callers))}",
+                required=f"groups {', '.join(map(str, members))}: each calls its share of every piece",
+            )
     for group, order in enumerate(plan.orders):
         for stage in dict.fromkeys(call.stage for call in order):
             own, other = plan.meshes[stage], plan.groups[group]
-            if plan.group_of(stage) != group and own.axes != other.axes:
+            if group not in plan.members(plan.group_of(stage)) and own.axes != other.axes:
                 raise PlanError(
                     f"device group {group} cannot hold a copy of stage {stage}",
                     given=f"axes {_axes(other)}",

@@ -28,7 +28,7 @@ from planloom.plan.checks import require_plan
 from planloom.plan.order_checks import require_held
 from planloom.plan.orders import Call, OrderFunction
 from planloom.plan.schedules import home_groups, orders_of, schedule_name
-from planloom.plan.values import Plan, Storage, StorageKind, device_groups
+from planloom.plan.values import Plan, Storage, StorageKind, TimeAxis, TimeOrder, device_groups, num_roles
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -51,9 +51,13 @@ class Draft:
     order_function: OrderFunction | None = None
     max_held: int | None = None
     recomputed: tuple[int, ...] = ()
+    times: tuple[TimeAxis, ...] = ()
 
     def split(self, pattern: str, **axes: str | Sequence[str]) -> "Draft":
-        """Split dims of all matching blocks: `batch="dp"`, or over several axes, major first: `out=("d1", "d2")`."""
+        """Split dims of all matching blocks: `batch="dp"`, or over several axes, major first: `out=("d1", "d2")`.
+
+        A time axis alone splits a dim further: behind the space axes that split it already.
+        """
         strategies = list(self.strategies)
         found = dict.fromkeys(axes, False)
         for block in self._matching(pattern):
@@ -62,7 +66,7 @@ class Draft:
                 dim = self._resolve(block, dim_name, names)
                 if dim is not None:
                     found[dim_name] = True
-                    strategies[block.index] = {**strategies[block.index], dim.name: names}
+                    strategies[block.index] = {**strategies[block.index], dim.name: self._behind(block, dim, names)}
         for dim_name, was_found in found.items():
             if not was_found:
                 blocks = self._matching(pattern)
@@ -72,6 +76,31 @@ class Draft:
                     required=f"a dim of these blocks that the axis divides: {_describe_dims(blocks)}",
                 )
         return replace(self, strategies=tuple(strategies))
+
+    def time(
+        self,
+        name: str,
+        *,
+        size: int,
+        over: str | Sequence[str],
+        order: TimeOrder = "pieces",
+        recompute: bool = False,
+    ) -> "Draft":
+        """A time axis: every row of blocks that match a pattern is a scope, in which blocks are split over it.
+
+        Of several patterns each has scopes of its own, where rows would otherwise grow together.
+        """
+        scopes: list[tuple[int, int]] = []
+        for pattern in (over,) if isinstance(over, str) else over:
+            row = -1
+            for block in self._matching(pattern):
+                continues = block.index == row and self.stages[row - 1] == self.stages[row]
+                scopes[-1:] = (
+                    [(scopes[-1][0], row + 1)] if continues else [*scopes[-1:], (block.index, block.index + 1)]
+                )
+                row = block.index + 1
+        axis = TimeAxis(name=name, size=size, scopes=tuple(scopes), order=order, recompute=recompute)
+        return replace(self, times=(*self.times, axis))
 
     def assign(self, pattern: str, *, stage: int, mesh: Mesh | None = None) -> "Draft":
         """Move matching blocks to a stage; the mesh of a new stage must be given."""
@@ -160,6 +189,7 @@ class Draft:
             schedule=self.schedule,
             orders=self._orders(),
             recompute=self.recomputed,
+            times=self.times,
         )
         require_plan(plan, self.blocks)
         if self.max_held is not None:
@@ -169,7 +199,10 @@ class Draft:
     def _orders(self) -> tuple[tuple[Call, ...], ...]:
         if self.orders:
             return self.orders
-        num_stages, num_groups = len(self.meshes), len(device_groups(self.meshes)[0])
+        num_stages, groups = len(self.meshes), device_groups(self.meshes)[0]
+        num_groups = num_roles(groups)
+        if num_groups < len(groups):  # which stages are shared is for the schedule to say
+            return orders_of(self.order_function or self.schedule, num_stages, self.num_micro_batches)
         if num_stages % num_groups:
             raise PlanError(
                 "a named schedule puts equally many stages on every device group",
@@ -198,13 +231,24 @@ class Draft:
         return found
 
     def _resolve(self, block: Block, name: str, axes: Sequence[str]) -> BlockDim | None:
-        mesh = self.meshes[self.stages[block.index]]
-        size = prod(mesh.axis(axis).size for axis in axes)
+        mesh, sizes = self.meshes[self.stages[block.index]], {axis.name: axis.size for axis in self.times}
+        sizes.update((axis, mesh.axis(axis).size) for axis in axes if axis not in sizes)
         exact = block.dim(name)
         if exact is not None:
             return exact
-        parts = [dim for dim in block.dims if dim.name.split(".")[0] == name]
-        return next((dim for dim in parts if dim.size % size == 0), None)
+        for dim in block.dims:
+            behind = self._behind(block, dim, axes)
+            size = prod(sizes[axis] if axis in sizes else mesh.axis(axis).size for axis in behind)
+            if dim.name.split(".")[0] == name and dim.size % size == 0:
+                return dim
+        return None
+
+    def _behind(self, block: Block, dim: BlockDim, axes: Sequence[str]) -> tuple[str, ...]:
+        """These axes; if they are of time alone, behind the space axes that split the dim."""
+        times = {axis.name for axis in self.times}
+        if not times.issuperset(axes):
+            return tuple(axes)
+        return (*(a for a in self.strategies[block.index].get(dim.name, ()) if a not in times), *axes)
 
 
 def _describe_dims(blocks: Sequence[Block]) -> str:

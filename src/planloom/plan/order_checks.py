@@ -3,7 +3,8 @@
 pieces         every stage calls, for every micro-batch, forward and backward, or forward, input-gradient and
                weight-gradient; or forwards only: all of them, for inference, or the first ones, if nothing in them
                carries a cotangent
-places         the calls of one stage and micro-batch are on one device group, whose mesh is like the stage's own
+places         the calls of one stage and micro-batch are on one device group, whose mesh is like the stage's own; or,
+               of a shared stage, on every group that shares it, and all groups come to them in one order
 dependencies   the calls can be carried out group by group in their order (`timing`): no cycle
 rendezvous     and so they can if a send blocks until it is received: `sends_may_lag` says whether a group may
                await its last cotangent's send when it makes the next, or must leave it to the end of the step
@@ -13,7 +14,7 @@ memory         no group holds the activations of more micro-batches and stages t
 from collections.abc import Mapping, Sequence, Set
 
 from planloom.errors import PlanError
-from planloom.plan.orders import Call, Orders, without_backward
+from planloom.plan.orders import Call, Orders, sharers, without_backward
 from planloom.plan.timing import Piece, StageTimes, makes, most_held, needs, refuse_stuck, time_orders
 
 _PASSING = ("backward", "input-gradient")
@@ -49,7 +50,8 @@ def require_held(orders: Orders, max_held: int) -> None:
 
 def _require_pieces(orders: Orders, num_stages: int, num_micro: int) -> None:
     homes: dict[tuple[int, int], int] = {}
-    phases: dict[tuple[int, int], list[str]] = {}
+    phases: dict[tuple[int, int, int], list[str]] = {}
+    shared = sharers(orders)
     for group, order in enumerate(orders):
         for call in order:
             piece = (call.stage, call.micro)
@@ -59,23 +61,27 @@ def _require_pieces(orders: Orders, num_stages: int, num_micro: int) -> None:
                     given=f"{call.phase} of stage {call.stage}, micro-batch {call.micro}",
                     required=f"stages 0 to {num_stages - 1}, micro-batches 0 to {num_micro - 1}",
                 )
-            if homes.setdefault(piece, group) != group:
+            if homes.setdefault(piece, group) != group and call.stage not in shared:
                 raise PlanError(
                     f"stage {call.stage} has micro-batch {call.micro} on two device groups",
                     given=f"{call.phase} on group {group}, another call on group {homes[piece]}",
                     required="all calls of a stage and micro-batch on one group: what its forward saved is there",
                 )
-            phases.setdefault(piece, []).append(call.phase)
+            phases.setdefault((*piece, group), []).append(call.phase)
     forward_only = without_backward(orders)
     for stage in range(num_stages):
-        for micro in range(num_micro):
-            found = phases.get((stage, micro), [])
+        for micro, group in ((m, g) for m in range(num_micro) for g in shared.get(stage, (homes.get((stage, m), 0),))):
+            found = phases.get((stage, micro, group), [])
             if found == ["forward"] and stage in forward_only:
                 continue
             if len(found) != len(set(found)) or set(found) not in _WHOLE:
-                group = homes.get((stage, micro), 0)
                 raise PlanError(
-                    f"the order of stage {stage} does not call every phase of every micro-batch once",
+                    f"the order of stage {stage} does not call every phase of every micro-batch once"
+                    + (
+                        f" on every group that shares it ({', '.join(map(str, shared[stage]))})"
+                        if stage in shared
+                        else ""
+                    ),
                     given=f"of micro-batch {micro}: {', '.join(found) or 'nothing'}; group {group} calls "
                     f"{shown(orders[group]) if orders else 'nothing'}",
                     required=f"forward and backward (or input-gradient and weight-gradient) of {num_micro} "
@@ -108,6 +114,7 @@ def carry_out(orders: Orders, num_stages: int, *, with_lag: bool) -> None:
     done: set[Piece] = set()
     at = [0] * len(orders)
     place = _places(orders) if with_lag else {}
+    shared, met = sharers(orders), dict[Call, set[int]]()
     moved = True
     while moved:
         moved = False
@@ -119,6 +126,10 @@ def carry_out(orders: Orders, num_stages: int, *, with_lag: bool) -> None:
                     break
                 if with_lag and not _is_received(call, group, place, at):
                     break
+                if call.stage in shared:
+                    met.setdefault(call, set()).add(group)
+                    if len(met[call]) < len(shared[call.stage]):
+                        break
                 made = makes(call)
                 if made is not None:
                     done.add(made)

@@ -3,9 +3,10 @@
     Call(stage, phase, micro)    one phase of one stage on one micro-batch
 
 A new schedule is one short function that returns a list of calls a device group. Which group calls a stage is where
-the stage lives: with several stages a group its stages are *virtual*, and a stage that two groups call, each on other
-micro-batches, has two homes. The backward is one call, or two: `input-gradient` passes the cotangent on to the stage
-before, `weight-gradient` may come at any time later and fills what would be a bubble.
+the stage lives: with several stages a group its stages are *virtual*; a stage that two groups call, each on other
+micro-batches, has two homes; one whose every piece several groups call is *shared*: each calls its share (`shared`).
+The backward is one call, or two: `input-gradient` passes the cotangent on to the stage before, `weight-gradient` may
+come at any time later and fills what would be a bubble.
 
 The schedules here are loops; those in `folded` are found by carrying them out. What makes an order valid is in
 `order_checks`, what it comes to in `timing`.
@@ -21,6 +22,7 @@ The schedules here are loops; those in `folded` are found by carrying them out. 
     zb-v          2                less than 2 G F where F = I = W, M ≥ 2 G, whatever M        2 G
     dualpipe-v    2                no closed form here; M ≥ 2 G                                2 G + 1
     chimera       2 (one a copy)   no closed form here; M and G even                           G + 2
+    interlaced    1 and two shared (G − 1)(F + B) beside the shared stages' seconds            about 3 G / 2, of layers
     inference     1                (G − 1) F                                                   none
     3f1b          k (3)            (G − 1)(F + B) where M ≥ G: k forwards and one B each       less than 2 G
 """
@@ -51,6 +53,21 @@ Orders = tuple[tuple[Call, ...], ...]
 OrderFunction = Callable[..., Orders]
 """(number of stages, number of micro-batches) → the calls of every device group; `stages_per_group` where it may be
 chosen."""
+
+
+def sharers(orders: Orders) -> dict[int, tuple[int, ...]]:
+    """Shared stages: those of which several groups call the same piece; with all groups that call any."""
+    callers: dict[int, set[int]] = {}
+    for group, order in enumerate(orders):
+        for stage in {call.stage for call in order}:
+            callers.setdefault(stage, set()).add(group)
+    several = {stage for stage, groups in callers.items() if len(groups) > 1}
+    calls: dict[int, list[Call]] = {stage: [] for stage in several}
+    for order in orders if several else ():
+        for call in order:
+            if call.stage in several:
+                calls[call.stage].append(call)
+    return {stage: tuple(sorted(callers[stage])) for stage in several if len(set(calls[stage])) < len(calls[stage])}
 
 
 def forward(stage: int, micro: int) -> Call:

@@ -17,6 +17,7 @@ from planloom.plan.orders import (
     one_forward_one_backward,
     zero_bubble_h1,
 )
+from planloom.plan.shared import interlaced
 
 ORDERS: Mapping[str, OrderFunction] = MappingProxyType(
     {
@@ -31,9 +32,11 @@ ORDERS: Mapping[str, OrderFunction] = MappingProxyType(
         "inference": inference,
     }
 )
+SHARED_ORDERS: Mapping[str, OrderFunction] = MappingProxyType({"interlaced": interlaced})
+"""With stages that all groups share: plans for them say which (`plan.families`)."""
 RECYCLED_ORDERS: Mapping[str, OrderFunction] = MappingProxyType({"3f1b": k_forwards_one_backward})
 """For models that run several times and are differentiated through the last time only (`plan.families`)."""
-_ALL: Mapping[str, OrderFunction] = MappingProxyType({**ORDERS, **RECYCLED_ORDERS})
+_ALL: Mapping[str, OrderFunction] = MappingProxyType({**ORDERS, **SHARED_ORDERS, **RECYCLED_ORDERS})
 OTHER_NAMES = {"zb": "zb-h1", "zbv": "zb-v", "breadth-first": "looped"}
 _FOLDED = ("zb-v", "dualpipe-v")
 

@@ -6,6 +6,8 @@ A call begins when its group is free and what it needs has arrived:
     input-gradient(s, m)    input-gradient(s + 1, m) and forward(s, m)    (a backward is one with its weight-gradient)
     weight-gradient(s, m)   input-gradient(s, m)
 
+A call of a shared stage begins when it could on all groups that share it, and what it makes comes from all of them.
+
 Seconds may be any numbers: with whole ones or fractions every figure is exact.
 """
 
@@ -15,7 +17,7 @@ from fractions import Fraction
 from typing import Any
 
 from planloom.errors import PlanError
-from planloom.plan.orders import Call, Orders, Phase
+from planloom.plan.orders import Call, Orders, Phase, sharers
 
 Seconds = Any
 """int, Fraction or float: whatever was given, added and compared."""
@@ -96,6 +98,7 @@ def time_orders(orders: Orders, times: Sequence[StageTimes]) -> TimedOrders:
     timed: list[list[TimedCall]] = [[] for _ in orders]
     at, free = [0] * len(orders), [0] * len(orders)
     waiting: dict[Piece, list[int]] = {}
+    shared, met = sharers(orders), dict[Call, dict[int, Seconds]]()
     ready, count = list(range(len(orders))), 0
     while ready:
         group = ready.pop()
@@ -113,13 +116,22 @@ def time_orders(orders: Orders, times: Sequence[StageTimes]) -> TimedOrders:
             if missing is not None:
                 waiting.setdefault(missing, []).append(group)
                 break
-            free[group] = stop = start + times[call.stage].of(call.phase)
-            timed[group].append(TimedCall(call=call, start=start, stop=stop))
-            at[group] += 1
-            count += 1
+            sharing: Sequence[int] = shared.get(call.stage, ())
+            if sharing:
+                met.setdefault(call, {})[group] = start
+                if len(met[call]) < len(sharing):
+                    break
+                start = max(met[call].values())
+                ready += [other for other in sharing if other != group]
+            stop = start + times[call.stage].of(call.phase)
+            for member in sharing or (group,):
+                free[member] = stop
+                timed[member].append(TimedCall(call=call, start=start, stop=stop))
+                at[member] += 1
+                count += 1
             made = makes(call)
             if made is not None:
-                done[made] = (stop, group)
+                done[made] = (stop, -1 if sharing else group)
                 ready += waiting.pop(made, ())
     if count < num_calls:
         refuse_stuck(orders, at, num_stages, done)
@@ -133,11 +145,12 @@ def refuse_stuck(orders: Orders, at: Sequence[int], num_stages: int, done: objec
         if at[group] < len(order):
             call = order[at[group]]
             lacking = [piece for piece in needs(call, num_stages) if piece not in done]  # type: ignore[operator]
-            stage, _, is_back = lacking[0]
-            what = "backward" if is_back else "forward"
+            waits_for = "the others that share the stage"
+            if lacking:
+                stage, _, is_back = lacking[0]
+                waits_for = f"the {'backward' if is_back else 'forward'} of stage {stage}"
             stuck.append(
-                f"group {group} at {call.phase} of stage {call.stage}, micro-batch {call.micro}, waits for the {what} "
-                f"of stage {stage}"
+                f"group {group} at {call.phase} of stage {call.stage}, micro-batch {call.micro}, waits for {waits_for}"
             )
     raise PlanError(
         "the order cannot be carried out: its calls wait for each other in a cycle",

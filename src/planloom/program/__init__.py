@@ -1,6 +1,7 @@
 """`Plan` → `Program`: transform, schedule, materialize, verify (SuperScaler's phases)."""
 
 from planloom.program.build import build_program
+from planloom.program.moments import coordinates_in
 from planloom.program.operations import Executed, Operand, Operation, executed, run_operations
 from planloom.program.pieces import BlockPiece, piece_of
 from planloom.program.values import (
@@ -14,6 +15,7 @@ from planloom.program.values import (
     Free,
     Instruction,
     Program,
+    Put,
     Receive,
     Run,
     RunBlock,
@@ -23,7 +25,9 @@ from planloom.program.values import (
     StageProgram,
     StoredParameter,
     Sum,
+    Take,
     Transfer,
+    Turn,
     Update,
     Wait,
     WeightGradient,
@@ -47,6 +51,7 @@ __all__ = [
     "Operation",
     "Program",
     "Proof",
+    "Put",
     "Receive",
     "Run",
     "RunBlock",
@@ -56,12 +61,15 @@ __all__ = [
     "StageProgram",
     "StoredParameter",
     "Sum",
+    "Take",
     "Transfer",
+    "Turn",
     "Update",
     "Wait",
     "WeightGradient",
     "build_program",
     "collectives_in",
+    "coordinates_in",
     "executed",
     "piece_of",
     "run_operations",

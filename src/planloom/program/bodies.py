@@ -14,6 +14,7 @@ from planloom.plan.orders import Call, Phase
 from planloom.program.free import free_after_last_use
 from planloom.program.overlap import prefetch, reduce_during
 from planloom.program.schedule import ENTER, EXIT, Part, Ways, last_of, receives_of, with_receives_ahead
+from planloom.program.shared import marked, put_together
 from planloom.program.values import BodyCall, Buffer, Coalesced, Collective, Instruction, Receive
 
 Use = tuple[str, Layout]
@@ -62,11 +63,13 @@ class StageBodies:
         self.gradients: dict[str, dict[Layout, Buffer]] = {}
         self.imported_gradients: dict[str, list[Buffer]] = {}
         self.gathers: dict[str, set[Buffer]] = {}
+        self.early: set[Buffer] = set()
+        """What else is started one run before the run that reads it."""
         self.buckets: dict[int, list[Collective | Coalesced]] = {}
         """By stage: reductions of gradients that its last backward starts."""
 
     def finished(self, order: Sequence[Call], ways: Ways) -> tuple[Bodies, tuple[BodyCall, ...]]:
-        """The finished bodies, and the calls of them."""
+        """The finished bodies, and the body of every call of this group's stages."""
         bodies: Bodies = {ENTER: tuple(_receives_first(self.enter))}
         for way in sorted(self.arrived.keys() | {part.way for part in self.parts}):
             bodies.update(self._finished_way(way, ways))
@@ -85,12 +88,11 @@ class StageBodies:
                 name = last_of(name)
             named.append(BodyCall(body=name, micro=call.micro))
         bodies[EXIT] = tuple(_receives_first(self.exit))
-        called = (BodyCall(body=ENTER), *named, BodyCall(body=EXIT))
-        return bodies, with_receives_ahead(called, bodies)
+        return bodies, tuple(named)
 
     def _finished_way(self, way: int, ways: Ways) -> Bodies:
         """The bodies that the micro-batches of one way go through."""
-        gathered = frozenset(b for found in self.gathers.values() for b in found)
+        gathered = frozenset(b for found in self.gathers.values() for b in found) | self.early
         parts = sorted((body for part, body in self.parts.items() if part.way == way), key=lambda b: b.part.stage)
         written: dict[tuple[Part, Phase], Sequence[Instruction]] = {}
         for part in parts:
@@ -104,6 +106,29 @@ class StageBodies:
                 written[part.part, "weight-gradient"] = part.weight
         freed = dict(zip(written, free_after_last_use(list(written.values())), strict=True))
         return _named(freed, {part.part: (part, ways.suffix(part.part)) for part in parts})
+
+
+def of_role(
+    order: Sequence[Call], parts: Sequence[tuple[int, Sequence[Call], Bodies, Sequence[BodyCall]]]
+) -> tuple[Bodies, tuple[BodyCall, ...]]:
+    """The bodies and calls of a role: its own and those of the groups that it shares, each `(group, calls, finished)`.
+
+    The group of its own is -1: its buffers need no mark.
+    """
+    bodies: Bodies = {}
+    ends: dict[str, list[tuple[Instruction, ...]]] = {ENTER: [], EXIT: []}
+    names: dict[Call, BodyCall] = {}
+    for group, calls, found, named in parts:
+        names.update(zip(calls, named, strict=True))
+        for name, body in found.items():
+            own = body if group < 0 else tuple(marked(instruction, group) for instruction in body)
+            if name in ends:
+                ends[name].append(own)
+            else:
+                bodies[name] = own
+    bodies = {ENTER: put_together(ends[ENTER]), **bodies, EXIT: put_together(ends[EXIT])}
+    called = (BodyCall(body=ENTER), *(names[call] for call in order), BodyCall(body=EXIT))
+    return bodies, with_receives_ahead(called, bodies)
 
 
 def _named(

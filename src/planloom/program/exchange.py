@@ -1,8 +1,8 @@
 """Exchanges between stages: which device sends which box to which device.
 
-Both sides are layouts without partial digits, on meshes with disjoint devices. Every receiver needs its own box; its
-parts are taken from senders that hold them. Where several senders hold the same part, receivers are spread over them
-in order, so that two replicated stages of n devices exchange n messages and not n².
+Both sides are layouts without partial digits. Every receiver needs its own box; its parts are taken from senders that
+hold them: from itself, where it is one of them. Where several senders hold the same part, receivers are spread over
+them in order, so that two replicated stages of n devices exchange n messages and not n².
 
 Stages have thousands of devices, so a receiver asks only senders whose box meets its own. They are found by their
 intervals of each factor, of which there are few; and equal boxes are one object.
@@ -16,6 +16,9 @@ from planloom.layout import Box, Layout, Mesh, intersect
 from planloom.layout.boxes import relative, subtract
 from planloom.program.values import Transfer
 
+Message = tuple[int, int, int]
+"""(sender, receiver, number between these two)."""
+
 
 def plan_transfers(
     sizes: tuple[int, ...], source: Layout, source_mesh: Mesh, target: Layout, target_mesh: Mesh
@@ -28,11 +31,13 @@ def plan_transfers(
         pairs = zip(source_mesh.devices, target_mesh.devices, strict=True)
         return tuple(Transfer(source=a, target=b, source_box=box, target_box=box) for a, b in pairs)
     held = _boxes(sizes, source, source_mesh)
+    own = {device: place for place, device in enumerate(source_mesh.devices)}
     holders, seen = _Holders(held), dict[Box, Box]()
     transfers = []
     for position, needed in enumerate(_boxes(sizes, target, target_mesh)):
         missing = [needed]
-        for place in holders.asked(needed, first=position % len(held)):
+        first = own.get(target_mesh.devices[position], position % len(held))
+        for place in holders.asked(needed, first=first):
             rest = []
             for box in missing:
                 common = intersect(box, held[place])
@@ -54,6 +59,15 @@ def plan_transfers(
                 break
         assert not missing, "the layout of a stage covers the whole tensor"
     return tuple(transfers)
+
+
+def numbered(transfers: Sequence[Transfer]) -> Iterator[tuple[Message, Transfer]]:
+    """Messages as the wire tells them apart: by sender, receiver, and their order between these two."""
+    counts: dict[tuple[int, int], int] = {}
+    for transfer in transfers:
+        pair = (transfer.source, transfer.target)
+        counts[pair] = counts.get(pair, -1) + 1
+        yield (*pair, counts[pair]), transfer
 
 
 def _boxes(sizes: tuple[int, ...], layout: Layout, mesh: Mesh) -> list[Box]:

@@ -12,10 +12,12 @@ from planloom.program.values import (
     Forward,
     Free,
     Instruction,
+    Put,
     Receive,
     Seed,
     Send,
     Sum,
+    Take,
     Update,
     Wait,
     WeightGradient,
@@ -28,13 +30,13 @@ def reads(instruction: Instruction) -> tuple[Buffer, ...]:
     match instruction:
         case Forward(inputs=inputs):
             return inputs
-        case Backward(cotangents=cotangents):
-            return tuple(buffer for buffer in cotangents if buffer is not None)
+        case Backward(cotangents=cotangents, again=again):
+            return (*(buffer for buffer in cotangents if buffer is not None), *again)
         case Collective(source=source, rows=rows):
             return (source,) if rows is None else (source, rows)
         case Coalesced(collectives=collectives):
             return tuple(collective.source for collective in collectives)
-        case Send(source=source) | Accumulate(source=source):
+        case Send(source=source) | Accumulate(source=source) | Take(source=source) | Put(source=source):
             return (source,)
         case Sum(sources=sources):
             return sources
@@ -58,7 +60,7 @@ def writes(instruction: Instruction) -> tuple[Buffer, ...]:
             return (target,)
         case Coalesced(collectives=collectives):
             return tuple(collective.target for collective in collectives)
-        case Sum(target=target) | Seed(target=target):
+        case Sum(target=target) | Seed(target=target) | Take(target=target) | Put(target=target):
             return (target,)
         case Update(targets=targets):
             return targets

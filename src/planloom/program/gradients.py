@@ -1,6 +1,6 @@
 """From gradients to new parameters: summed over micro-batches, reduced to the optimizer's layout, updated, gathered."""
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 
 from planloom.layout import Layout
 from planloom.program.bodies import PartBodies, StageBodies
@@ -148,6 +148,24 @@ class Gradients:
 def whole_parameter(home: StoredParameter) -> Slot:
     """A stored parameter as the tensor that collectives move."""
     return Slot(tensor=home.name, layout=home.layout, cotangent=None, sizes=home.sizes)
+
+
+def junction(
+    body: list[Instruction],
+    tensor: str,
+    parts: Sequence[tuple[Layout, Buffer]],
+    change: Callable[[Buffer, Layout, str], Buffer],
+    suffix: str = "",
+) -> Buffer:
+    """Sum what has one layout, reduce each sum by `change`, sum the results: partial sums are passed on as such."""
+    by_layout: dict[Layout, list[Buffer]] = {}
+    for layout, buffer in parts:
+        by_layout.setdefault(layout, []).append(buffer)
+    results = []
+    for i, (layout, buffers) in enumerate(by_layout.items()):
+        total = sum_into(body, tensor, buffers, f"{tensor}:junction{i}{suffix}")
+        results.append(change(total, layout, f"{tensor}:reduced{i}{suffix}"))
+    return sum_into(body, tensor, results, f"{tensor}:cotangent{suffix}")
 
 
 def sum_into(body: list[Instruction], tensor: str, buffers: list[Buffer], name: str) -> Buffer:

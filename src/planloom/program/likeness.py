@@ -14,12 +14,14 @@ That no order of calls deadlocks is a matter of all micro-batches: `goes_through
 waits of the whole program. Where a condition does not hold, nothing is left out.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import TypedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypedDict
 
 from planloom.program.free import reads, writes
+from planloom.program.meetings import Key, Meetings
 from planloom.program.schedule import ENTER, EXIT
+from planloom.program.shared import span
 from planloom.program.values import (
     Accumulate,
     BodyCall,
@@ -86,7 +88,12 @@ def counted(program: Program) -> Counts:
             steps = (step for i in body for c in collectives_in(i) for step in c.steps)
             found["num_instructions"] += count * len(body)
             found["num_collectives"] += count * sum(not step.is_local for step in steps)
-            found["num_messages"] += count * sum(len(i.transfers) for i in body if isinstance(i, Send))
+            own = set(stage.mesh.devices)
+            found["num_messages"] += count * sum(
+                len(i.transfers) if i.source.of < 0 else sum(t.source in own for t in i.transfers)
+                for i in body
+                if isinstance(i, Send)
+            )
     return found
 
 
@@ -99,9 +106,7 @@ def _keeps_apart(stage: StageProgram) -> bool:
     if any(not isinstance(instruction, Receive) for name in before for instruction in stage.bodies[name]):
         return False
     loop = {name: stage.bodies[name] for name in dict.fromkeys(call.body for call in calls)}
-    sums = {i.target: None for body in loop.values() for i in body if isinstance(i, Accumulate)}
-    if any(buffer.indexed for buffer in sums):
-        return False
+    sums = {i.target: None for b in loop.values() for i in b if isinstance(i, Accumulate) and not i.target.indexed}
     return all(_is_apart(body, sums) for body in loop.values()) and (
         _sums_come_first(calls, loop, sums) and _lags_alone(stage, loop)
     )
@@ -159,11 +164,17 @@ def _lags_alone(stage: StageProgram, loop: dict[str, tuple[Instruction, ...]]) -
 
 
 def goes_through(program: Program) -> bool:
-    """Can all sends, receives and waits of a program be carried out, if a send blocks until it is received?"""
-    events = [{name: tuple(_events(body)) for name, body in stage.bodies.items()} for stage in program.stages]
-    started: set[tuple[str, int, bool]] = set()
-    in_flight: list[dict[tuple[Buffer, int], list[tuple[str, int]]]] = [{} for _ in program.stages]
-    ways = [_through(stage.calls, events[s], started, in_flight[s]) for s, stage in enumerate(program.stages)]
+    """Can all sends, receives and waits of a program be carried out, if a send blocks until it is received?
+
+    And where groups are shared all collectives, if each blocks until all roles in it have come to it.
+    """
+    role_of = {device: s for s, stage in enumerate(program.stages) for device in stage.mesh.devices}
+    events = [
+        {name: tuple(_events(body, s, role_of, shared=bool(program.shared))) for name, body in stage.bodies.items()}
+        for s, stage in enumerate(program.stages)
+    ]
+    started, meetings = set[_Half](), Meetings()
+    ways = [_through(s, stage.calls, events[s], started, meetings) for s, stage in enumerate(program.stages)]
     unfinished = set(range(len(ways)))
     moved = True
     while unfinished and moved:
@@ -176,46 +187,70 @@ def goes_through(program: Program) -> bool:
     return not unfinished
 
 
-_Event = tuple[str, Buffer, str, int]
-"""(kind, buffer, channel, lag)."""
+_Half = tuple[str, int, bool, int]
+"""(channel, micro-batch, whether it is sent, role)."""
 
 
-def _events(body: Sequence[Instruction]) -> Iterator[_Event]:
+@dataclass(frozen=True, slots=True)
+class _Event:
+    """`roles`: those at the other end of an exchange, or in a collective."""
+
+    kind: Literal["send", "receive", "collect", "wait", "every"]
+    buffer: Buffer
+    channel: str = ""
+    lag: int = 0
+    roles: frozenset[int] = frozenset()
+
+
+def _events(body: Sequence[Instruction], s: int, role_of: Mapping[int, int], *, shared: bool) -> Iterator[_Event]:
     exchanged = {i.source for i in body if isinstance(i, Send)} | {i.target for i in body if isinstance(i, Receive)}
     local = {c.target for i in body for c in collectives_in(i)} - exchanged
     for instruction in body:
         match instruction:
-            case Send(source=source, channel=channel):
-                yield "send", source, channel, 0
-            case Receive(target=target, channel=channel):
-                yield "receive", target, channel, 0
+            case Send(source=source, channel=channel, transfers=transfers):
+                peers = {role_of.get(t.target, -1) for t in transfers if role_of.get(t.source) == s}
+                yield _Event("send", source, channel, roles=frozenset(peers))
+            case Receive(target=target, channel=channel, transfers=transfers):
+                peers = {role_of.get(t.source, -1) for t in transfers if role_of.get(t.target) == s}
+                yield _Event("receive", target, channel, roles=frozenset(peers))
             case Wait(buffer=buffer, every=True):
-                yield "every", buffer, "", 0
-            case Wait(buffer=buffer, lag=lag) if buffer not in local:
-                yield "wait", buffer, "", lag
+                yield _Event("every", buffer)
+            case Wait(buffer=buffer, lag=lag) if shared or buffer not in local:
+                yield _Event("wait", buffer, lag=lag)
+        for collective in collectives_in(instruction) if shared else ():
+            roles = {s} if collective.target.of < 0 else {role_of.get(d, -1) for d in span(collective)}
+            yield _Event("collect", collective.target, roles=frozenset(roles))
 
 
 def _through(
+    s: int,
     calls: Sequence[BodyCall],
     events: dict[str, tuple[_Event, ...]],
-    started: set[tuple[str, int, bool]],
-    in_flight: dict[tuple[Buffer, int], list[tuple[str, int]]],
+    started: set[_Half],
+    meetings: Meetings,
 ) -> Iterator[bool]:
     """One role's way: yields True when it has gone on and stops, False when it has not."""
     gone_on = True
+    in_flight: dict[tuple[Buffer, int], list[tuple[tuple[_Half, ...], Key]]] = {}
     for call in calls:
-        for kind, buffer, channel, lag in events[call.body]:
-            micro = call.micro if buffer.indexed else -1
-            if kind in ("send", "receive"):
-                started.add((channel, call.micro, kind == "send"))
-                in_flight.setdefault((buffer, micro), []).append((channel, call.micro))
+        for event in events[call.body]:
+            buffer = event.buffer
+            place = (buffer, call.micro - event.lag if buffer.indexed else -1)
+            if event.kind == "collect":
+                key = (place, event.roles)
+                meetings.start(s, key, event.roles)
+                in_flight.setdefault(place, []).append(((), key))
                 continue
-            places = [(buffer, micro - lag if buffer.indexed else -1)]
-            if kind == "every":
-                places = [place for place in in_flight if place[0] == buffer]
+            if event.kind in ("send", "receive"):
+                is_send = event.kind == "send"
+                started.add((event.channel, call.micro, is_send, s))
+                others = tuple((event.channel, call.micro, not is_send, peer) for peer in event.roles)
+                in_flight.setdefault(place, []).append((others, None))
+                continue
+            places = [place] if event.kind == "wait" else [found for found in in_flight if found[0] == buffer]
             for place in places:
-                for name, at in in_flight.get(place, ()):
-                    while (name, at, True) not in started or (name, at, False) not in started:
+                for halves, met in in_flight.get(place, ()):
+                    while not (started.issuperset(halves) and (met is None or meetings.is_over(met))):
                         yield gone_on
                         gone_on = False
                     gone_on = True

@@ -25,29 +25,24 @@ then block, at the end of the step. So no order of calls can block on a send, an
 program.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
 from planloom.collective import DigitsPrice
-from planloom.errors import PlanError
 from planloom.layout import Layout
-from planloom.plan import Plan
-from planloom.plan.order_checks import sends_may_lag
-from planloom.plan.orders import Phase
-from planloom.program.bodies import PartBodies, StageBodies, Use
-from planloom.program.connect import Connections
-from planloom.program.gradients import Gradients, sum_into
-from planloom.program.recompute import Recomputation, find_recomputations, masks_of, runs_with_backward
-from planloom.program.schedule import Part, Ways
-from planloom.program.storage import is_gathered, is_scattered, store_parameters
+from planloom.program.bodies import Use, of_role
+from planloom.program.gradients import junction
+from planloom.program.loss import LOSS, LOSS_TOTAL, complete_loss
+from planloom.program.recompute import Recomputation
+from planloom.program.schedule import Ways
+from planloom.program.storage import is_scattered
 from planloom.program.transform import Splits
 from planloom.program.values import (
     Accumulate,
     Backward,
     Buffer,
     Collective,
-    Forward,
     Free,
     Instruction,
     Program,
@@ -56,30 +51,29 @@ from planloom.program.values import (
     Seed,
     Slot,
     StageProgram,
-    Sum,
     Wait,
     WeightGradient,
 )
-
-LOSS = Buffer(name="loss")
-_LOSS_TOTAL = Buffer(name="loss:total")
+from planloom.program.writer import Writer
 
 
 def materialize(splits: Splits, runs: tuple[Run, ...], ways: Ways, price: DigitsPrice) -> Program:
     """The program of all device groups."""
     builder = _Builder(splits, runs, ways, price)
     builder.build()
-    plan = splits.plan
-    stages = []
+    plan, num_roles = splits.plan, len(splits.plan.roles)
+    finished = []
     for group, stage in enumerate(builder.stages):
-        bodies, calls = stage.finished(plan.orders[group], ways)
-        parameters = tuple(
-            replace(p, gathers=tuple(sorted(stage.gathers.get(p.name, ()))))
-            for p in builder.parameters.values()
-            if p.stage == group
-        )
+        own = [call for call in plan.orders[plan.members(group)[0]] if ways.part(call).group == group]
+        finished.append((group if group >= num_roles else -1, own, *stage.finished(own, ways)))
+    stages = []
+    for role, order in enumerate(plan.orders):
+        groups = [g for g in range(len(plan.groups)) if role in plan.members(g)]
+        bodies, calls = of_role(order, [finished[g] for g in groups])
+        parameters = tuple(p for g in groups for p in builder.stored(g))
+        loss = replace(LOSS, of=builder.loss_group) if builder.loss_group in groups[1:] else LOSS
         stages.append(
-            StageProgram(mesh=plan.groups[group], bodies=bodies, calls=calls, parameters=parameters, loss=LOSS)
+            StageProgram(mesh=plan.groups[role], bodies=bodies, calls=calls, parameters=parameters, loss=loss)
         )
     return Program(
         plan_name=plan.name,
@@ -87,6 +81,7 @@ def materialize(splits: Splits, runs: tuple[Run, ...], ways: Ways, price: Digits
         stages=tuple(stages),
         runs=tuple(builder.runs),
         trains=builder.trains,
+        shared=plan.groups[num_roles:],
     )
 
 
@@ -99,58 +94,18 @@ class _Again:
     values: dict[Use, Buffer]
 
 
-class _Builder:
-    """Writes the bodies of all groups, way by way; `part` is the one that is being written."""
-
-    part: PartBodies
-
-    def __init__(self, splits: Splits, runs: tuple[Run, ...], ways: Ways, price: DigitsPrice) -> None:
-        self.splits, self.ways = splits, ways
-        self.runs = list(runs)
-        """The runs of stages at home, then those of copies."""
-        self.graph = splits.blocks.graph
-        self.parameters = store_parameters(splits)
-        self.stages = [StageBodies() for _ in splits.plan.groups]
-        self.connections = Connections(splits, price, lambda _, slot: self._value(slot))
-        self.gradients = Gradients(self.connections, self.parameters, self.stages)
-        self.made = {slot.tensor: (run, slot) for run in runs for slot in run.outputs}
-        """By tensor: the run of its stage, at home, and the slot."""
-        self.trains = any(call.phase != "forward" for order in splits.plan.orders for call in order)
-        self.with_backward = runs_with_backward(self.graph, runs) if self.trains else frozenset()
-        recomputations = find_recomputations(splits, runs, self.with_backward)
-        self.recomputed_before = {found.first_backward: found for found in recomputations}
-        """By the run whose backward is the first to need it."""
-        self.recomputed = frozenset(index for found in recomputations for index in found.saving)
-        self.masks = masks_of(self.graph)
-        self.may_lag = sends_may_lag(splits.plan.orders, len(splits.plan.meshes))
-        self.copies: dict[tuple[int, int], int] = {}
-        self.imports: dict[tuple[str, int], tuple[int, Slot]] = {}
-        phases = _phases(splits.plan, ways)
-        for part in ways.parts():
-            stage = self.stages[part.group]
-            stage.parts[part] = PartBodies(part=part, phases=phases.get(part, frozenset()))
-        self._require_storage()
-
-    def _require_storage(self) -> None:
-        split = any(part.is_split for stage in self.stages for part in stage.parts.values())
-        gathered = [name for name, how in self.splits.plan.storage.items() if how.kind == "zero3"]
-        if split and gathered:
-            raise PlanError(
-                "weight-gradients apart do not go with parameters that are gathered for every use",
-                given=f"zero3 for {gathered[0]}" + (f" and {len(gathered) - 1} others" if gathered[1:] else ""),
-                required="zero1 or zero2 under this schedule, or a schedule with whole backwards",
-            )
+class _Builder(Writer):
+    """Writes forwards, recomputations and backwards."""
 
     def build(self) -> None:
-        base = tuple(self.runs)
         for way, homes in enumerate(self.ways.homes):
-            self.imports = self._find_imports(base, homes)
-            for run in base:
+            self.imports = self._find_imports(self.base, homes)
+            for run in self.base:
                 self._enter(way, homes, run)
-                self._forward(run, self._copy(run))
-            for run in reversed(base):
+                self._forward(run, self._opened(run))
+            for run in reversed(self.base):
                 self._enter(way, homes, run)
-                self._backward(run, self._copy(run))
+                self._backward(run, self._opened(run))
             for part in self._parts(way):
                 part.gradient_body.extend(part.delayed)
                 part.delayed = []
@@ -159,69 +114,10 @@ class _Builder:
         for s in range(len(self.stages)):
             if self.trains:
                 self.gradients.update(s, self._stages_of_parameters())
-        self._loss()
-
-    def _parts(self, way: int) -> list[PartBodies]:
-        return [body for stage in self.stages for part, body in stage.parts.items() if part.way == way]
-
-    def _stage_of(self, run: Run) -> int:
-        return self.splits.plan.stages[run.blocks[0].block]
-
-    def _stages_of_parameters(self) -> dict[str, set[int]]:
-        """The stages of the plan that read each parameter and give it a gradient."""
-        found: dict[str, set[int]] = {}
-        for run in self.runs:
-            for slot in run.inputs:
-                if slot.tensor in self.parameters and slot.cotangent is not None:
-                    found.setdefault(slot.tensor, set()).add(self._stage_of(run))
-        return found
-
-    def _enter(self, way: int, homes: Sequence[int], run: Run) -> None:
-        stage = self._stage_of(run)
-        part = Part(way=way, stage=stage, group=homes[stage])
-        self.part = self.stages[part.group].parts[part]
-
-    @property
-    def group(self) -> int:
-        return self.part.part.group
-
-    @property
-    def role(self) -> StageBodies:
-        return self.stages[self.group]
-
-    @property
-    def arrived(self) -> dict[Use, Buffer]:
-        return self.role.arrived.setdefault(self.part.part.way, {})
-
-    @property
-    def cotangents(self) -> dict[str, list[tuple[Layout, Buffer]]]:
-        return self.role.cotangents.setdefault(self.part.part.way, {})
-
-    def _other(self, tensor: str) -> PartBodies:
-        """The part that makes a tensor on the present way."""
-        way, stage = self.part.part.way, self._stage_of(self.made[tensor][0])
-        part = Part(way=way, stage=stage, group=self.ways.homes[way][stage])
-        return self.stages[part.group].parts[part]
-
-    def _copy(self, run: Run) -> Run:
-        """A run on the group of the present part: itself at home, else one like it."""
-        if run.stage == self.group:
-            return run
-        key = (run.index, self.group)
-        if key not in self.copies:
-            self.copies[key] = len(self.runs)
-            self.runs.append(replace(run, index=len(self.runs), stage=self.group))
-        return self.runs[self.copies[key]]
-
-    def _find_imports(self, runs: Sequence[Run], homes: Sequence[int]) -> dict[tuple[str, int], tuple[int, Slot]]:
-        """(tensor, group) → the first run of the group that reads a tensor made in another, and its slot."""
-        imports: dict[tuple[str, int], tuple[int, Slot]] = {}
-        for run in runs:
-            group = homes[self._stage_of(run)]
-            for slot in run.inputs:
-                if slot.tensor in self.made and homes[self._stage_of(self.made[slot.tensor][0])] != group:
-                    imports.setdefault((slot.tensor, group), (run.index, slot))
-        return imports
+        run, slot = self.made[self.graph.loss]
+        makers = dict.fromkeys((run.stage, *(way[self._stage_of(run)] for way in self.ways.homes)))
+        told = set(range(self.ways.num_roles)).difference(self.splits.plan.members(run.stage))
+        complete_loss(self.connections, self.stages, slot, makers, sorted(told))
 
     # -- forward
 
@@ -236,35 +132,36 @@ class _Builder:
             else gathered.get((slot.tensor, slot.layout)) or self._parameter(slot)
             for slot in run.inputs
         ]
-        outputs = tuple(Buffer(name=slot.tensor, indexed=True) for slot in run.outputs)
+        outputs = tuple(Buffer(name=slot.tensor, indexed=True) for slot in base.outputs)
         saves = base.index in self.with_backward and base.index not in self.recomputed
-        body.append(Forward(run=run.index, inputs=tuple(inputs), outputs=outputs, saves=saves))
+        self._run(body, run, base, inputs, outputs, saves=saves)
         body += [Free(buffer=buffer) for buffer in gathered.values()]
-        for slot, buffer in zip(run.outputs, outputs, strict=True):
+        for slot, buffer in zip(base.outputs, outputs, strict=True):
             self.arrived[slot.tensor, slot.layout] = buffer
             if slot.tensor == self.graph.loss:
-                body.append(Accumulate(tensor=slot.tensor, target=_LOSS_TOTAL, source=buffer))
+                body.append(Accumulate(tensor=slot.tensor, target=LOSS_TOTAL, source=buffer))
             self._export(slot, buffer)
 
     def _receive_imports(self, base: Run) -> None:
         """What this run is the first of its group to read from another one: both halves of the exchange."""
         for (tensor, group), (first, slot) in self.imports.items():
             if group == self.group and first == base.index:
-                whole, source = self.made[tensor][1].layout.completed(), self._other(tensor)
+                source = self._other(tensor)
+                whole = self._passed(source.part.group, slot, self.made[tensor][1].layout.completed())
                 exported = self.stages[source.part.group].arrived[source.part.way][tensor, whole]
                 received = Buffer(name=f"{tensor}:received", indexed=True)
                 self.connections.exchange(
                     slot,
                     (source.part.group, source.forward, exported, whole),
-                    (group, self.part.forward, received, slot.layout),
+                    (group, self.part.forward, received, self._passed(group, slot, slot.layout)),
                 )
-                self.arrived[tensor, slot.layout] = received
+                self.arrived[tensor, self._passed(group, slot, slot.layout)] = received
 
     def _export(self, slot: Slot, buffer: Buffer) -> None:
         """Complete what another group reads, and await its sends in the backward."""
         if all(tensor != slot.tensor for tensor, _ in self.imports):
             return
-        whole = slot.layout.completed()
+        whole = self._passed(self.group, slot, slot.layout.completed())
         if (slot.tensor, whole) not in self.arrived:
             name = f"{slot.tensor}:complete"
             self.arrived[slot.tensor, whole] = self.connections.change(
@@ -279,70 +176,6 @@ class _Builder:
         else:
             proof.backward.append(Wait(buffer=sent, free=True))
 
-    def _first_backward(self) -> PartBodies | None:
-        """The part of this group whose backward a micro-batch comes to first: all forwards are done then, everywhere."""
-        found = [b for b in self._parts(self.part.part.way) if b.part.group == self.group and b.phases - {"forward"}]
-        return self.part if self.part in found else max(found, key=lambda body: body.part.stage, default=None)
-
-    def _await_at_the_end(self, buffer: Buffer) -> None:
-        wait = Wait(buffer=buffer, every=True, free=True)
-        self.role.exit += [wait] if wait not in self.role.exit else []
-
-    def _value(self, slot: Slot) -> Buffer:
-        """An activation in the layout that a run needs."""
-        key = (slot.tensor, slot.layout)
-        found = self.arrived.get(key) or self.part.values.get(key)
-        if found is None:
-            before = self._arrived(slot.tensor)
-            name = f"{slot.tensor}@{slot.layout}"
-            if len(self.role.parts) > 1:
-                name += f" for {self.part.part.stage}"  # others bring it there by themselves
-            found = self.part.values[key] = self.connections.change(
-                self.part.forward, self.group, slot, self.arrived[slot.tensor, before], before, slot.layout, name
-            )
-        return found
-
-    def _arrived(self, tensor: str) -> Layout:
-        """The layout in which a tensor was made in a group, or received."""
-        return next(layout for name, layout in self.arrived if name == tensor)
-
-    def _gather(self, run: Run, body: list[Instruction], held: dict[Use, tuple[Buffer, int]]) -> dict[Use, Buffer]:
-        """The parameters that are gathered for this run alone, all at once; those that are held need not be."""
-        gathered, changes = {}, []
-        for slot in run.inputs:
-            home, use = self.parameters.get(slot.tensor), (slot.tensor, slot.layout)
-            if (
-                home is None
-                or use in held
-                or home.layout == slot.layout
-                or not is_gathered(self.splits.plan, home, self.group)
-            ):
-                continue
-            name = f"{slot.tensor}:gathered@{slot.layout}"
-            changes.append(self.connections.collectives(self.group, slot, home.buffer, home.layout, slot.layout, name))
-            gathered[use] = changes[-1][-1].target
-            self.role.gathers.setdefault(slot.tensor, set()).add(changes[-1][-1].target)
-        body += self.connections.together(changes)
-        return gathered
-
-    def _parameter(self, slot: Slot) -> Buffer:
-        """A parameter in the layout of its use, where it is not gathered for every use."""
-        role, home = self.role, self.parameters[slot.tensor]
-        if home.stage == self.group and home.layout == slot.layout:
-            return home.buffer
-        key = (slot.tensor, slot.layout)
-        if key not in role.used:
-            used = Buffer(name=f"{slot.tensor}:used@{slot.layout}")
-            if home.stage == self.group:
-                self.connections.change(role.enter, self.group, slot, home.buffer, home.layout, slot.layout, used.name)
-            else:
-                sender = (home.stage, self.stages[home.stage].enter, home.buffer, home.layout)
-                self.connections.exchange(slot, sender, (self.group, role.enter, used, slot.layout))
-                self.stages[home.stage].exit.append(Wait(buffer=home.buffer, every=True))
-            role.used[key] = used
-            role.exit.append(Free(buffer=used))
-        return role.used[key]
-
     # -- recompute
 
     def _recompute(self, what: Recomputation) -> None:
@@ -354,10 +187,10 @@ class _Builder:
         last_use = {
             (slot.tensor, slot.layout): index
             for index in sorted(what.saving, reverse=True)
-            for slot in self.runs[index].inputs
+            for slot in self._at_home(index).inputs
         }
         for index in what.runs:
-            self._forward_again(self._copy(self.runs[index]), index in what.saving, again, last_use)
+            self._forward_again(self._at_home(index), index in what.saving, again, last_use)
         if not part.is_split:
             again.body.extend(part.delayed)
             part.delayed = []
@@ -366,9 +199,9 @@ class _Builder:
             at = next((i for i, found in enumerate(part.backward) if isinstance(found, Receive)), at)
         part.backward[at:at] = again.body
 
-    def _forward_again(self, run: Run, saves: bool, again: _Again, last_use: dict[Use, int]) -> None:
+    def _forward_again(self, base: Run, saves: bool, again: _Again, last_use: dict[Use, int]) -> None:
         """One run; parameters that were gathered for it are held for its backward."""
-        held, body = self.part.held, again.body
+        run, held, body = self._opened(base), self.part.held, again.body
         gathered = self._gather(run, body, held)
         held.update((use, (buffer, last_use[use])) for use, buffer in gathered.items() if use in last_use)
         inputs = []
@@ -380,11 +213,13 @@ class _Builder:
                 inputs.append(held[use][0])
             else:
                 inputs.append(gathered.get(use) or self._parameter(slot))
-        outputs = tuple(Buffer(name=again.what.name(slot.tensor), indexed=True) for slot in run.outputs)
-        body.append(Forward(run=run.index, inputs=tuple(inputs), outputs=outputs, saves=saves, again=True))
+        outputs = tuple(Buffer(name=again.what.name(slot.tensor), indexed=True) for slot in base.outputs)
+        made = {slot.tensor for slot in base.outputs}
+        is_read = any(slot.tensor in made for index in again.what.runs for slot in self._at_home(index).inputs)
+        self._run(body, run, base, inputs, outputs, saves=saves, again=True, is_read=is_read)
         body += [Free(buffer=buffer) for use, buffer in gathered.items() if use not in held]
         again.values.update(
-            ((slot.tensor, slot.layout), buffer) for slot, buffer in zip(run.outputs, outputs, strict=True)
+            ((slot.tensor, slot.layout), buffer) for slot, buffer in zip(base.outputs, outputs, strict=True)
         )
 
     def _value_again(self, slot: Slot, again: _Again) -> Buffer:
@@ -409,7 +244,7 @@ class _Builder:
         Then it is kept as it arrived, and changed again; but partial sums are kept as they were first completed.
         """
         arrived = self._arrived(slot.tensor)
-        read = {i.layout: None for index in what.runs for i in self.runs[index].inputs if i.tensor == slot.tensor}
+        read = {i.layout: None for index in what.runs for i in self._at_home(index).inputs if i.tensor == slot.tensor}
         if arrived.partial or (len(read) == 1 and _num_elements(slot, slot.layout) <= _num_elements(slot, arrived)):
             return slot.layout
         return arrived
@@ -420,7 +255,7 @@ class _Builder:
         part, body = self.part, self.part.backward
         if base.index in self.recomputed_before:
             self._recompute(self.recomputed_before[base.index])
-        cotangents = [self._output_cotangent(slot) for slot in run.outputs]
+        cotangents = [self._output_cotangent(slot) for slot in base.outputs]
         if not any(cotangents):
             return
         gathered = self._gather(run, body, part.held)
@@ -431,9 +266,17 @@ class _Builder:
         of_parameters = tuple(
             buffer if slot.tensor in self.parameters else None for slot, buffer in zip(run.inputs, outputs, strict=True)
         )
-        is_split = part.is_split and any(of_parameters)
+        is_whole = base.index in self.loops or base.index in self.rings
+        is_split = part.is_split and any(of_parameters) and not is_whole
         now = tuple(None if is_split and of else buffer for buffer, of in zip(outputs, of_parameters, strict=True))
-        body.append(Backward(run=run.index, cotangents=tuple(cotangents), outputs=now, is_split=is_split))
+        if base.index in self.loops:
+            inputs = self._entered_again(base, gathered)
+            body += self._loop(base, inputs).backward(cotangents, outputs)
+        elif base.index in self.rings:
+            ring = self._ring(base, again=base.index in self.recomputed)
+            self.role.early.update(ring.backward(body, tuple(cotangents), now))
+        else:
+            body.append(Backward(run=run.index, cotangents=tuple(cotangents), outputs=now, is_split=is_split))
         done = [use for use, (_, last) in part.held.items() if last == base.index]
         gathered |= {use: part.held.pop(use)[0] for use in done}
         body += [Free(buffer=buffer) for buffer in gathered.values()]
@@ -454,6 +297,12 @@ class _Builder:
         self.gradients.scatter(self.role, part, scattered)
         self._send_cotangents(base)
 
+    def _entered_again(self, base: Run, gathered: Mapping[Use, Buffer]) -> list[Buffer]:
+        """What enters a loop, for its backward: parameters that were gathered for the forward are gathered again."""
+        held = {use: buffer for use, (buffer, _) in self.part.held.items()} | dict(gathered)
+        entered = self.entered[self.part.part, base.index]
+        return [held.get((s.tensor, s.layout), buffer) for s, buffer in zip(base.inputs, entered, strict=True)]
+
     def _shard_collectives(self, base: Run, slot: Slot, cotangent: Buffer) -> list[Collective]:
         home, name = self.parameters[slot.tensor], f"{slot.tensor}:shard{base.index}"
         return self.connections.collectives(self.group, slot, cotangent, _cotangent(slot), home.optimizer_layout, name)
@@ -470,17 +319,12 @@ class _Builder:
         return self._junction(slot, parts, slot.cotangent) if parts else None
 
     def _junction(self, slot: Slot, parts: list[tuple[Layout, Buffer]], target: Layout) -> Buffer:
-        """Sum what has one layout, reduce each sum, sum the results: partial sums are passed on as such."""
-        body = self.part.backward
-        by_layout: dict[Layout, list[Buffer]] = {}
-        for layout, buffer in parts:
-            by_layout.setdefault(layout, []).append(buffer)
-        results = []
-        for i, (layout, buffers) in enumerate(by_layout.items()):
-            total = sum_into(body, slot.tensor, buffers, f"{slot.tensor}:junction{i}")
-            name = f"{slot.tensor}:reduced{i}"
-            results.append(self.connections.change(body, self.group, slot, total, layout, target, name))
-        return sum_into(body, slot.tensor, results, f"{slot.tensor}:cotangent")
+        body, group = self.part.backward, self.group
+
+        def change(total: Buffer, layout: Layout, name: str) -> Buffer:
+            return self.connections.change(body, group, slot, total, layout, target, name)
+
+        return junction(body, slot.tensor, parts, change)
 
     def _send_cotangents(self, base: Run) -> None:
         """Cotangents of what this run was the first to import go back to the group that made it.
@@ -491,58 +335,24 @@ class _Builder:
         completed: list[tuple[str, Slot, Buffer]] = []
         for (tensor, group), (first, slot) in self.imports.items():
             if group == self.group and first == base.index and tensor in self.cotangents:
-                completed.append((tensor, slot, self._junction(slot, self.cotangents[tensor], slot.layout)))
-        if self.may_lag:
-            self.part.backward += [Wait(buffer=complete, lag=1, free=True) for *_, complete in completed]
+                sent = self._passed(group, slot, slot.layout)
+                completed.append((tensor, slot, self._junction(slot, self.cotangents[tensor], sent)))
+        for tensor, _, complete in completed:
+            lag = self.lag(self.part.part.stage, self._other(tensor).part.stage)
+            self.part.backward += [Wait(buffer=complete, lag=lag, free=True)] if lag else []
         for tensor, slot, complete in completed:
             made, source = self.made[tensor][1], self._other(tensor)
             assert made.cotangent is not None
-            whole = made.cotangent.completed()
+            whole = self._passed(source.part.group, slot, made.cotangent.completed())
             received = Buffer(name=f"{tensor}:from{self.group}", indexed=True)
             self.connections.exchange(
                 slot,
-                (self.group, self.part.backward, complete, slot.layout),
+                (self.group, self.part.backward, complete, self._passed(self.group, slot, slot.layout)),
                 (source.part.group, source.backward, received, whole),
             )
             self._await_at_the_end(complete)
             home = self.stages[source.part.group].cotangents.setdefault(source.part.way, {})
             home.setdefault(tensor, []).append((whole, received))
-
-    # -- loss
-
-    def _loss(self) -> None:
-        """Summed where it is made, at the copies of the last stage too, and told to all groups."""
-        run, slot = self.made[self.graph.loss]
-        whole, home = slot.layout.completed(), self.stages[run.stage]
-        stage = self._stage_of(run)
-        makers = list(dict.fromkeys([run.stage, *(homes[stage] for homes in self.ways.homes)]))
-        parts = []
-        for group in makers:
-            body, name = self.stages[group].exit, LOSS.name if len(makers) == 1 else "loss:here"
-            complete = self.connections.change(body, group, slot, _LOSS_TOTAL, slot.layout, whole, name)
-            if group != run.stage:
-                received = Buffer(name=f"loss:from{group}")
-                self.connections.exchange(slot, (group, body, complete, whole), (run.stage, home.exit, received, whole))
-                body.append(Wait(buffer=complete, free=True))
-                body += [Free(buffer=_LOSS_TOTAL)] if complete != _LOSS_TOTAL else []
-                complete = received
-            parts.append(complete)
-        if parts != [LOSS]:
-            home.exit.append(Sum(tensor=slot.tensor, target=LOSS, sources=tuple(parts)))
-        home.exit += [Free(buffer=part) for part in dict.fromkeys((*parts, _LOSS_TOTAL)) if part != LOSS]
-        for s, other in enumerate(self.stages):
-            if s != run.stage:
-                self.connections.exchange(slot, (run.stage, home.exit, LOSS, whole), (s, other.exit, LOSS, whole))
-        if len(self.stages) > 1:
-            home.exit.append(Wait(buffer=LOSS))
-
-
-def _phases(plan: Plan, ways: Ways) -> dict[Part, frozenset[Phase]]:
-    found: dict[Part, set[Phase]] = {}
-    for order in plan.orders:
-        for call in order:
-            found.setdefault(ways.part(call), set()).add(call.phase)
-    return {part: frozenset(phases) for part, phases in found.items()}
 
 
 def _cotangent(slot: Slot) -> Layout:

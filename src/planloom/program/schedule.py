@@ -34,6 +34,8 @@ class Ways:
     homes: tuple[tuple[int, ...], ...]
     way_of: tuple[int, ...]
     """For every micro-batch."""
+    num_roles: int
+    """Groups with a higher number are shared."""
 
     def part(self, call: Call) -> Part:
         return self._table[self.way_of[call.micro]][call.stage]
@@ -62,20 +64,22 @@ class Ways:
         for part in self.parts():
             stages = here[part.group]
             by_way = f" by way {part.way}" if stages.count(part.stage) > 1 else ""
-            found[part] = f" of stage {part.stage}{by_way}" if len(stages) > 1 else ""
+            found[part] = f" of stage {part.stage}{by_way}" if len(stages) > 1 or part.group >= self.num_roles else ""
         return found
 
 
 def find_ways(plan: Plan) -> Ways:
     """The ways of a plan's micro-batches, those of stages' own groups first."""
     own = tuple(map(plan.group_of, range(len(plan.meshes))))
+    members = [plan.members(group) for group in own]
     homes = [list(own) for _ in range(plan.num_micro_batches)]
     for group, order in enumerate(plan.orders):
         for call in order:
-            homes[call.micro][call.stage] = group
+            if group not in members[call.stage]:
+                homes[call.micro][call.stage] = group
     ways = sorted(set(map(tuple, homes)), key=lambda way: (way != own, way))
     numbers = {way: number for number, way in enumerate(ways)}
-    return Ways(homes=tuple(ways), way_of=tuple(numbers[tuple(way)] for way in homes))
+    return Ways(homes=tuple(ways), way_of=tuple(numbers[tuple(way)] for way in homes), num_roles=len(plan.roles))
 
 
 def receives_of(body: str) -> str:

@@ -12,10 +12,12 @@ from planloom.program.values import (
     Collective,
     Forward,
     Program,
+    Put,
     Receive,
     Seed,
     Slot,
     Sum,
+    Take,
     Update,
     WeightGradient,
     collectives_in,
@@ -38,6 +40,10 @@ def buffer_bytes(graph: Graph, program: Program, stage: int) -> dict[Buffer, int
                             found[buffer] = slot_bytes(graph, slot, slot.cotangent)
                 case Receive(target=target, tensor=tensor, sizes=sizes):
                     found[target] = local_bytes(graph, tensor, sizes)
+                case Take(target=target, tensor=tensor, box=box):
+                    found[target] = local_bytes(graph, tensor, tuple(stop - start for start, stop in box))
+                case Put(target=target, tensor=tensor, sizes=sizes):
+                    found[target] = local_bytes(graph, tensor, sizes)
                 case Sum(target=target, sources=sources):
                     found[target] = found[sources[0]]
                 case Accumulate(target=target, source=source):
@@ -59,6 +65,23 @@ def sizes_of_steps(graph: Graph, collective: Collective) -> list[int]:
     for step in collective.steps:
         sizes = local_sizes_after(step, sizes)
         found.append(local_bytes(graph, collective.tensor, sizes))
+    return found
+
+
+def mask_bytes_of_steps(collective: Collective) -> list[int]:
+    """Bytes of a device's mask that goes before the rows of every step; 0 where none does.
+
+    A ragged tensor's rows arrive in numbers that only the sender knows, so a step that brings rows from others first
+    brings their mask, a byte each (`execute.wire`). A reduction adds rows that all have.
+    """
+    if collective.rows is None:
+        return [0] * len(collective.steps)
+    sizes, found = collective.sizes, []
+    for step in collective.steps:
+        moves_rows = any(dim < collective.num_row_dims for dim in (*step.along, *step.into))
+        is_asked = step.kind in ("all_gather", "all_to_all") and moves_rows
+        found.append(prod(sizes[: collective.num_row_dims]) if is_asked else 0)
+        sizes = local_sizes_after(step, sizes)
     return found
 
 

@@ -15,7 +15,7 @@ def store_parameters(splits: Splits) -> dict[str, StoredParameter]:
     stored = {}
     for name in blocks.graph.parameters:
         block = blocks.blocks[blocks.consumers[name][0]]
-        group, used = plan.group_of(plan.stages[block.index]), splits.layout(block, name)
+        group, used = plan.group_of(plan.stages[block.index]), splits.layout(block, name).without(splits.all_times)
         sizes = blocks.graph.tensors[name].sizes
         storage = plan.storage.get(name)
         sharded = used

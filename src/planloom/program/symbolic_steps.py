@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from math import prod
 
 from planloom.collective import Step
-from planloom.layout import Box, Combine
+from planloom.layout import Box, Combine, intersect, volume
 from planloom.layout.boxes import coarsened, refined, subtract, whole
 from planloom.program.symbols import Symbol, added
 from planloom.program.values import Collective
@@ -25,21 +25,24 @@ def apply_steps(collective: Collective, symbols: dict[int, Symbol], combine: Com
     one, has no symbol.
     """
     windows = {device: _window(symbol.box, collective) for device, symbol in symbols.items()}
-    window = next(iter(windows.values()))
-    others = tuple(device for device, own in windows.items() if own != window)
-    if others:
-        raise StepError("the devices hold parts of different micro-batches", others)
-    held: dict[int, Symbol | None] = {d: _refined(symbol, collective, window, d) for d, symbol in symbols.items()}
+    held: dict[int, Symbol | None] = {d: _refined(symbol, collective, windows[d], d) for d, symbol in symbols.items()}
     for step in collective.steps:
+        for group in step.groups:
+            others = {windows[device] for device in group if device in windows}
+            if len(others) > 1:
+                raise StepError(f"{step.kind}: the devices hold parts of different micro-batches or pieces", group)
         held = _apply(step, held, combine)
     idle = tuple(device for device, symbol in held.items() if symbol is None)
     if idle:
         raise StepError("a device holds nothing at the end", idle)
-    return {d: _coarsened(symbol, collective, window, d) for d, symbol in held.items() if symbol is not None}
+    return {d: _coarsened(symbol, collective, windows[d], d) for d, symbol in held.items() if symbol is not None}
 
 
 def _window(box: Box, collective: Collective) -> tuple[int, ...]:
-    """Where the part of the tensor begins that the program is about: one micro-batch, of several."""
+    """Where the part of the tensor begins that the program is about: one micro-batch of several, or one piece.
+
+    Devices that hold different parts of it take no part in one group.
+    """
     sizes = map(prod, collective.factors)
     return tuple(start // size * size for (start, _), size in zip(box, sizes, strict=True))
 
@@ -95,6 +98,8 @@ def _of_group(
     match step.kind:
         case "slice":
             return [_pieces(member, step, group)[position] for position, member in enumerate(own)]
+        case "rotate":
+            return [own[-1], *own[:-1]]
         case "mask":
             return [own[0], *(Symbol(m.kind, m.tensor, m.box, frozenset()) for m in own[1:])]
         case "all_reduce":
@@ -204,3 +209,15 @@ def join_messages(arrived: list[tuple[Symbol, Box]], sizes: tuple[int, ...]) -> 
         raise StepError(f"nothing arrives at {list(missing[0])}")
     box = tuple((o, o + size) for o, size in zip(origin, sizes, strict=True))
     return Symbol(first.kind, first.tensor, box, first.parts)
+
+
+def join_pieces(pieces: list[tuple[Symbol, Box]], sizes: tuple[int, ...]) -> Symbol | None:
+    """Pieces at their places in a local array, of which no two may meet; None while some are missing."""
+    for i, (_, box) in enumerate(pieces):
+        if any(start < 0 or stop > size or start >= stop for (start, stop), size in zip(box, sizes, strict=True)):
+            raise StepError(f"a piece is written at {list(box)}, outside an array of sizes {sizes}")
+        if any(intersect(box, other) is not None for _, other in pieces[:i]):
+            raise StepError(f"a piece is written at {list(box)}, where another one lies")
+    if sum(volume(box) for _, box in pieces) < prod(sizes):
+        return None
+    return join_messages(pieces, sizes)

@@ -14,15 +14,19 @@ reads no activations (a position table), passes a partial cotangent on to its pa
 anyway; over the micro-batches it must, for no micro-batch sees more than its own part.
 
 Micro-batches are a time axis: they split the dim `batch` before any device does, so a layout here is that of a tensor
-inside one micro-batch, and `sizes` are its sizes there.
+inside one micro-batch, and `sizes` are its sizes there. Other time axes have a scope (`plan.times`): inside it their
+digit splits tensors as one of space does, by the same table, and leaves them partial; outside there is no such digit.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from planloom.blocks import Block, BlockGraph
-from planloom.layout import Digit, Layout, Mesh
+from planloom.layout import Digit, Layout
 from planloom.plan import Plan
 from planloom.plan.checks import BATCH_DIM
+from planloom.plan.times import Scope, scopes_by_block
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,22 +41,36 @@ class Splits:
     known_layouts: dict[tuple[int, str], Layout] = field(default_factory=dict)
     """What was asked before: a program's phases ask for the same layouts many times."""
 
-    def mesh(self, block: Block) -> Mesh:
-        return self.plan.meshes[self.plan.stages[block.index]]
+    @cached_property
+    def scope_of(self) -> Mapping[int, Scope]:
+        """Block → the scope in whose pieces it is carried out."""
+        return scopes_by_block(self.plan)
+
+    def times(self, block: int) -> tuple[Digit, ...]:
+        """The digits of time whose scope holds a block."""
+        return (self.scope_of[block].axis.digit,) if block in self.scope_of else ()
+
+    @cached_property
+    def all_times(self) -> frozenset[Digit]:
+        """The digits of all time axes beside the micro-batches."""
+        return frozenset(axis.digit for axis in self.plan.times)
 
     def block_splits(self, block: Block) -> tuple[tuple[str, tuple[Digit, ...]], ...]:
-        """(dim, space digits) for every split dim of a block."""
+        """(dim, digits of space and then of time) for every split dim of a block."""
         if block.index not in self.known_splits:
             self.known_splits[block.index] = self._find_splits(block)
         return self.known_splits[block.index]
 
     def _find_splits(self, block: Block) -> tuple[tuple[str, tuple[Digit, ...]], ...]:
-        mesh = self.mesh(block)
         splits = {
-            dim: tuple(digit for axis in axes for digit in mesh.axis(axis).digits)
+            dim: tuple(digit for axis in axes for digit in self.plan.axis(block.index, axis).digits)
             for dim, axes in self.plan.strategies[block.index].items()
         }
         return tuple((dim, digits) for dim, digits in splits.items() if digits)
+
+    def goes_round(self, block: Block) -> bool:
+        """Is a block split along its sequence, so that keys and values go round a ring of devices?"""
+        return block.ring is not None and any(dim == block.ring.dim.name for dim, _ in self.block_splits(block))
 
     def timed_dim(self, block: Block) -> str:
         """The dim that micro-batches split: `batch`, where the block has it."""
@@ -132,5 +150,6 @@ def split_blocks(blocks: BlockGraph, plan: Plan) -> Splits:
                     if plan.stages[consumer] == plan.stages[block.index]:
                         partial.update(splits.consumed_cotangent(blocks.blocks[consumer], tensor).partial)
             partial -= {digit for _, digits in splits.block_splits(block) for digit in digits}
+            partial -= splits.all_times.difference(splits.times(block.index))
         passed_on[block.index] = tuple(sorted(partial))
     return splits

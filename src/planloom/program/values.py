@@ -2,11 +2,14 @@
 
 Bodies are straight lines written once, in the time index: a buffer that is `indexed` has one instance a micro-batch. A
 role is a device group here, with one stage of the plan or several: all its devices run the same instructions, and what
-differs between them (coordinates, groups) is in the values. Where a program says stage, it means the role. The
+differs between them (coordinates, groups) is in the values. Where a program says stage, it means the role. A *shared*
+group is a union of roles, which all have its bodies, each for its devices' share (`shared`). The
 verifier, the simulator and the runtime interpret the same instructions; there is no other description of what runs.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
 
 from planloom.collective import Step
 from planloom.layout import Box, Digit, Layout, Mesh
@@ -18,6 +21,8 @@ class Buffer:
 
     name: str
     indexed: bool = False
+    of: int = -1
+    """The shared group whose it is; -1: the role's own."""
 
     @property
     def tensor(self) -> str:
@@ -42,11 +47,49 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One of the turns of a ring of devices (`program.rings`), numbered from 0; `digits` are those of its axis.
+
+    Number -1 stands for what is done before: the ring is opened.
+    """
+
+    number: int
+    digits: tuple[Digit, ...]
+
+    @property
+    def count(self) -> int:
+        return prod(digit.size for digit in self.digits)
+
+    @property
+    def opens(self) -> bool:
+        return self.number < 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.number == self.count - 1
+
+    def position(self, coordinates: Mapping[Digit, int]) -> int:
+        """The place of a device in its ring."""
+        place = 0
+        for digit in self.digits:
+            place = place * digit.size + coordinates[digit]
+        return place
+
+    def met(self, coordinates: Mapping[Digit, int]) -> dict[Digit, int]:
+        """The coordinates of the device whose keys and values a device meets in this turn."""
+        place, found = (self.position(coordinates) - self.number) % self.count, dict(coordinates)
+        for digit in reversed(self.digits):
+            place, found[digit] = divmod(place, digit.size)
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunBlock:
-    """A block inside a run: its split dims with their space digits, and the slot of each tensor from outside.
+    """A block inside a run: its split dims with their digits, and the slot of each tensor from outside.
 
     `timed_dim` is the dim that the micro-batches split; `passes_partial`: digits over which a partial cotangent of
-    its outputs is passed on to its parameters.
+    its outputs is passed on to its parameters; `turn`: the run is one turn of a ring, and carries out its part of the
+    block.
     """
 
     block: int
@@ -54,17 +97,27 @@ class RunBlock:
     timed_dim: str
     reads: dict[str, int]
     passes_partial: bool
+    turn: Turn | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Blocks with no communication between them, forward or backward: the unit that is launched and profiled."""
+    """Blocks with no communication between them, forward or backward: the unit that is launched and profiled.
+
+    `moment`: its coordinates along digits of time, one run for each (see `moments`).
+    """
 
     index: int
     stage: int
     blocks: tuple[RunBlock, ...]
     inputs: tuple[Slot, ...]
     outputs: tuple[Slot, ...]
+    moment: tuple[tuple[Digit, int], ...] = ()
+
+    @property
+    def turn(self) -> Turn | None:
+        """Which turn of a ring it is; such a run has one block."""
+        return self.blocks[0].turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +140,8 @@ class Backward:
     outputs: tuple[Buffer | None, ...]
     is_split: bool = False
     """The cotangents of parameters are left to a `WeightGradient`."""
+    again: tuple[Buffer, ...] = ()
+    """What it reads again instead of having it saved: the keys and values of a turn of a ring."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +254,28 @@ class Accumulate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Take:
+    """A piece of a buffer whose array has these dims, one a factor: a view where its elements lie side by side."""
+
+    tensor: str
+    source: Buffer
+    target: Buffer
+    box: Box
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Put:
+    """Write a piece to its place in a buffer whose array has these dims: the first makes it, the last completes it."""
+
+    tensor: str
+    target: Buffer
+    source: Buffer
+    box: Box
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Seed:
     """The cotangent of the loss: one."""
 
@@ -233,6 +310,8 @@ Instruction = (
     | Wait
     | Sum
     | Accumulate
+    | Take
+    | Put
     | Seed
     | Free
     | Update
@@ -274,7 +353,7 @@ class StoredParameter:
         """Where the optimizer writes: the stored buffer itself, unless only a shard is updated."""
         if self.layout == self.optimizer_layout:
             return self.buffer
-        return Buffer(name=f"{self.name}:updated")
+        return replace(self.buffer, name=f"{self.name}:updated")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,7 +369,7 @@ class StageProgram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """What every device does in one training step."""
+    """What every device does in one training step; `shared`: the meshes of shared groups, numbered behind the roles."""
 
     plan_name: str
     num_micro_batches: int
@@ -298,6 +377,15 @@ class Program:
     runs: tuple[Run, ...]
     trains: bool = True
     """Whether a step updates parameters; else it computes the loss alone."""
+    shared: tuple[Mesh, ...] = ()
+
+    def mesh_of(self, group: int) -> Mesh:
+        """The mesh of a device group: of a run, of a stored parameter, or of a buffer's."""
+        return self.stages[group].mesh if group < len(self.stages) else self.shared[group - len(self.stages)]
+
+    def mesh_at(self, stage: int, buffer: Buffer) -> Mesh:
+        """The mesh on which a role's buffer lies."""
+        return self.mesh_of(buffer.of if buffer.of >= 0 else stage)
 
     def stage_of(self, device: int) -> int:
         return next(i for i, stage in enumerate(self.stages) if device in stage.mesh.devices)

@@ -101,7 +101,9 @@ def plan_tables(plan: Plan, timeline: Timeline | None) -> list[Table]:
         table.add_column(name)
     for stage, mesh in enumerate(plan.meshes):
         axes = " ".join(f"{axis.name}={axis.size}" for axis in mesh.axes if axis.size > 1) or "–"
-        calls = " ".join(str(call) for order in plan.orders for call in order if call.stage == stage)
+        calls = " ".join(
+            str(call) for call in dict.fromkeys(c for order in plan.orders for c in order if c.stage == stage)
+        )
         table.add_row(
             str(stage),
             " ".join(map(str, mesh.devices)),

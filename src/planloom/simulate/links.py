@@ -39,9 +39,9 @@ class Links:
             self._inside.append(max(1, inside))
 
     def of_collective(
-        self, stage: int, busy: Mapping[int, float], seconds: float, groups: Iterable[tuple[int, ...]]
+        self, stages: Sequence[int], busy: Mapping[int, float], seconds: float, groups: Iterable[tuple[int, ...]]
     ) -> Loads:
-        """The loads of a collective on these groups of a stage's devices."""
+        """The loads of a collective on these groups of a stage's devices, or of all that take part."""
         loads: Loads = {}
         for level, at in busy.items():
             load = min(1.0, at / seconds) if seconds else 0.0
@@ -49,9 +49,12 @@ class Links:
             if self._is_routed(level):
                 pairs = [(a, b) for group in groups for a, b in zip(group, (*group[1:], group[0]), strict=True)]
                 both = [*pairs, *((b, a) for a, b in pairs)]
-            links = [*self._at(level, stage, "out", both), *self._at(level, stage, "in", ())]
-            loads.update(dict.fromkeys(links, load))
-        return self._used(loads, stage)
+            for stage in stages:
+                links = [*self._at(level, stage, "out", both), *self._at(level, stage, "in", ())]
+                loads.update(dict.fromkeys(links, load))
+        for stage in stages:
+            self._used(loads, stage)
+        return loads
 
     def of_exchange(self, source: int, target: int, price: Price, transfers: Sequence[Transfer]) -> Loads:
         """The loads of an exchange between two stages."""

@@ -31,7 +31,7 @@ def payload_bytes(graph: Graph, program: Program, device: int, *, library: str) 
             if isinstance(instruction, Send):
                 item_bytes = graph.tensors[instruction.tensor].item_bytes
                 for transfer in instruction.transfers:
-                    if transfer.source == device:
+                    if transfer.source == device != transfer.target:
                         count = prod(stop - start for start, stop in transfer.source_box)
                         found[PIPELINE] = found.get(PIPELINE, 0) + item_bytes * count
             collectives = collectives_in(instruction)
@@ -40,7 +40,7 @@ def payload_bytes(graph: Graph, program: Program, device: int, *, library: str) 
             columns = zip(*(sizes_of_steps(graph, collective) for collective in collectives), strict=True)
             for step, sizes in zip(collectives[0].steps, columns, strict=False):
                 if not step.is_local and step.group_of(device) is not None:
-                    axis = axis_of(stage.mesh, step.groups)
+                    axis = axis_of(program.mesh_at(program.stage_of(device), collectives[0].target), step.groups)
                     found[axis] = found.get(axis, 0) + _handed_over(step, sum(sizes), library)
     return found
 

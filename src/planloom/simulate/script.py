@@ -18,10 +18,12 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Protocol
 
+from planloom.collective import Step
 from planloom.cost import Price, Prices
 from planloom.cost.prices import Source
 from planloom.cost.segments import BodySegment
 from planloom.layout import Mesh
+from planloom.layout.boxes import lies_together
 from planloom.program import (
     Accumulate,
     Backward,
@@ -30,17 +32,21 @@ from planloom.program import (
     Forward,
     Instruction,
     Program,
+    Put,
     Receive,
     Seed,
     Send,
     Sum,
+    Take,
+    Transfer,
     Update,
     Wait,
     WeightGradient,
     collectives_in,
 )
 from planloom.program.schedule import EXIT
-from planloom.program.sizes import sizes_of_steps
+from planloom.program.shared import between_roles
+from planloom.program.sizes import mask_bytes_of_steps, sizes_of_steps
 from planloom.simulate.links import Links, Loads
 from planloom.simulate.timeline import Stream
 
@@ -74,7 +80,7 @@ class Busy:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """A collective, or several as one, with what it loads."""
+    """A collective, or several as one, with what it loads; `roles`: those that start it, each where it comes to it."""
 
     name: str
     axis: str
@@ -82,6 +88,7 @@ class Begin:
     lane: object
     targets: tuple[Key, ...]
     loads: Loads
+    roles: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +131,7 @@ class MeasuredSegments(Protocol):
 class _Written:
     """What earlier instructions of a body have done to buffers."""
 
-    accumulated: set[Buffer] = field(default_factory=set)
+    accumulated: list[Buffer] = field(default_factory=list)
     at_once: set[Buffer] = field(default_factory=set)
 
 
@@ -138,7 +145,7 @@ class ScriptWriter:
         self.deviation = 0.0
         """Seconds of standard deviation of all prices, each counted once."""
         self.priced = 0.0
-        self._axes: dict[tuple[int, int], str] = {}
+        self._axes: dict[int, str] = {}
         self._lanes: dict[frozenset[frozenset[int]], int] = {}
         self._lane_of: dict[int, int] = {}
         self._numbers: dict[Buffer, int] = {}
@@ -199,22 +206,26 @@ class ScriptWriter:
                     price = self._seen(self.prices.memory((1 + len(sources)) * sizes[target]))
                     items.append(self._busy("Sum", price))
                 case Accumulate(target=target):
-                    items += self._accumulate(sizes[target], is_first=target not in accumulated)
-                    accumulated.add(target)
+                    items += self._accumulate(target, sizes[target], accumulated.count(target))
+                    accumulated.append(target)
+                case Take(target=target, box=box, sizes=dims):
+                    if not lies_together(box, dims):  # else it is a view
+                        items.append(self._busy("Take", self._seen(self.prices.memory(2 * sizes[target]))))
+                case Put(source=source):
+                    items.append(self._busy("Put", self._seen(self.prices.memory(2 * sizes[source]))))
                 case Seed():
                     items.append(self._busy("Seed", self._seen(self.prices.memory(8))))
                 case Update():
                     items.append(self._busy("Update", self._seen(self.prices.update(self.program, s))))
                 case Send(channel=channel, source=source, transfers=transfers):
                     item_bytes = self.graph.tensors[instruction.tensor].item_bytes
-                    price = self._seen(self.prices.exchange(transfers, item_bytes))
-                    peer = self._stage_of[transfers[0].target]
-                    loads = self.links.of_exchange(s, peer, price, transfers)
-                    items.append(Half(channel, peer, (self._key(source),), True, price.seconds, loads))
+                    for name, peer, part in self._with_each_peer(s, channel, transfers, is_send=True):
+                        price = self._seen(self.prices.exchange(part, item_bytes))
+                        loads = self.links.of_exchange(s, peer, price, part)
+                        items.append(Half(name, peer, (self._key(source),), True, price.seconds, loads))
                 case Receive(channel=channel, target=target, transfers=transfers):
-                    items.append(
-                        Half(channel, self._stage_of[transfers[0].source], (self._key(target),), False, 0.0, {})
-                    )
+                    for name, peer, _ in self._with_each_peer(s, channel, transfers, is_send=False):
+                        items.append(Half(name, peer, (self._key(target),), False, 0.0, {}))
                 case Wait(buffer=buffer):
                     wait = Await(self._key(buffer), instruction.lag, instruction.every)
                     items += [wait] if buffer not in at_once else []
@@ -225,28 +236,38 @@ class ScriptWriter:
                     at_once.update(collective.target for collective in collectives)
         return items
 
-    def _accumulate(self, num_bytes: int, *, is_first: bool) -> list[Item]:
-        """An addition into a buffer of the step; `is_first`: of its micro-batch.
+    def _accumulate(self, target: Buffer, num_bytes: int, num_before: int) -> list[Item]:
+        """An addition into a buffer of the step, or of a micro-batch, behind others in this body.
 
-        Over all micro-batches, the first value is kept as it is, the second makes a new buffer, and the others are
-        added in place: each takes the mean.
+        The first value is kept as it is, the second makes a new buffer, and the others are added in place; of a buffer
+        of the step over all micro-batches, of which each takes the mean.
         """
-        num_micro = self.program.num_micro_batches
-        if is_first and num_micro == 1:
+        num_micro = 1 if target.indexed else self.program.num_micro_batches
+        if num_before == 0 and num_micro == 1:
             return []
         price = self._seen(self.prices.accumulate(3 * num_bytes))
-        if is_first:
+        if num_before == (num_micro == 1):
             new = self._seen(self.prices.memory(3 * num_bytes))
-            price = replace(price, seconds=(new.seconds + (num_micro - 2) * price.seconds) / num_micro)
+            price = (
+                new
+                if num_micro == 1
+                else replace(price, seconds=(new.seconds + (num_micro - 2) * price.seconds) / num_micro)
+            )
         return [self._busy("Accumulate", price)]
 
     def _begin(self, s: int, collectives: tuple[Collective, ...]) -> list[Item]:
-        """A collective with the sum of its steps' seconds; several as one, with the sum of their bytes."""
+        """A collective with the sum of its steps' seconds; several as one, with the sum of their bytes.
+
+        A step that brings rows of a ragged tensor is two, its mask's and its rows'.
+        """
         steps = collectives[0].steps
         bytes_of = [sizes_of_steps(self.graph, collective) for collective in collectives]
         seconds, busy = 0.0, dict[int, float]()
-        for i, step in enumerate(steps):
-            price = self._seen(self.prices.step(step, sum(each[i] for each in bytes_of)))
+        masks = [sum(column) for column in zip(*map(mask_bytes_of_steps, collectives), strict=True)]
+        sent = [(step, sum(each[i] for each in bytes_of)) for i, step in enumerate(steps)]
+        sent += [(step, num_bytes) for step, num_bytes in zip(steps, masks, strict=True) if num_bytes]
+        for step, num_bytes in sent:
+            price = self._seen(self.prices.step(step, num_bytes))
             seconds += price.seconds
             for level, at in price.busy:
                 busy[level] = busy.get(level, 0.0) + at
@@ -260,10 +281,33 @@ class ScriptWriter:
             packed.append(self._busy("Pack", price))
         communicating = [step for step in steps if not step.is_local]
         name = " + ".join(step.kind for step in communicating)
-        axes = [self._axis(s, step.groups) for step in communicating]
-        lane = (s, self._lane(communicating[0].groups))
-        loads = self.links.of_collective(s, busy, seconds, communicating[0].groups)
-        return [*packed, Begin(name, "·".join(dict.fromkeys(axes)), seconds, lane, targets, loads)]
+        mesh = self.program.mesh_at(s, collectives[0].target)
+        axes = [self._axis(mesh, step.groups) for step in communicating]
+        lane = self._lane(communicating[0].groups)
+        roles = (s,) if collectives[0].target.of < 0 else self._roles(s, communicating)
+        loads = self.links.of_collective(roles, busy, seconds, communicating[0].groups)
+        return [*packed, Begin(name, "·".join(dict.fromkeys(axes)), seconds, lane, targets, loads, roles)]
+
+    def _roles(self, s: int, steps: Sequence[Step]) -> tuple[int, ...]:
+        """The roles that a role meets in a collective, by way of others, too."""
+        groups = [{self._stage_of[device] for device in group} for step in steps for group in step.groups]
+        found, before = {s}, set[int]()
+        while found != before:
+            before = set(found)
+            found.update(*(group for group in groups if group & before))
+        return tuple(sorted(found))
+
+    def _with_each_peer(
+        self, s: int, channel: str, transfers: tuple[Transfer, ...], *, is_send: bool
+    ) -> list[tuple[str, int, tuple[Transfer, ...]]]:
+        """The messages between a role and each other one, under a name of their own if there are several roles."""
+        if not self.program.shared:
+            return [(channel, self._stage_of[transfers[0].target if is_send else transfers[0].source], transfers)]
+        return [
+            (f"{channel} {a}>{b}", b if is_send else a, part)
+            for (a, b), part in between_roles(self._stage_of, transfers).items()
+            if s == (a if is_send else b)
+        ]
 
     def _merged(self, items: Sequence[Item], *, lane_is_free: bool) -> list[Item]:
         """Adjacent busy items as one, with collectives that are awaited at once and cannot be disturbed.
@@ -283,6 +327,7 @@ class ScriptWriter:
                 and not in_flight
                 and item.targets == (following.buffer,)
                 and not following.every
+                and len(item.roles) <= 1
                 and self.links.are_private(item.loads)
             ):
                 part = Part(item.name, "communication", 0.0, item.seconds, item.axis)
@@ -339,10 +384,10 @@ class ScriptWriter:
             self._lane_of[id(groups)] = self._lanes.setdefault(ranks, 1 + len(self._lanes))
         return self._lane_of[id(groups)]
 
-    def _axis(self, s: int, groups: tuple[tuple[int, ...], ...]) -> str:
-        key = (s, id(groups))
+    def _axis(self, mesh: Mesh, groups: tuple[tuple[int, ...], ...]) -> str:
+        key = id(groups)  # of a step of the program, which outlives this
         if key not in self._axes:
-            self._axes[key] = axis_of(self.program.stages[s].mesh, groups)
+            self._axes[key] = axis_of(mesh, groups)
         return self._axes[key]
 
 

@@ -15,7 +15,7 @@ from planloom.cost.efficiency import rate_of
 from planloom.graph.flops import training_flops
 from planloom.program import Program
 from planloom.program.sizes import buffer_bytes
-from planloom.simulate.engine import PIPELINE, Activity, Engine
+from planloom.simulate.engine import Activity, Engine
 from planloom.simulate.links import Links
 from planloom.simulate.memory import role_memory
 from planloom.simulate.script import ScriptWriter
@@ -71,6 +71,7 @@ def _simulate(
         scripts,
         compute_slowdown=prices.compute_slowdown,
         communication_slowdown=prices.communication_slowdown,
+        credit=prices.credit,
     )
     step_seconds = engine.run()
     exposed, bubble = _waiting(program, engine, step_seconds)
@@ -125,7 +126,7 @@ def _events(program: Program, engine: Engine) -> Iterator[Event]:
     num_parts = sum(len(a.parts.parts) if a.parts is not None else 1 for a in engine.finished)
     for activity in engine.finished:
         if activity.parts is None:
-            for s in activity.stages[:1] if activity.axis != PIPELINE else activity.stages:
+            for s in activity.stages:
                 yield Event(
                     device=devices[s],
                     stream="communication",

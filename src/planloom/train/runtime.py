@@ -12,6 +12,8 @@ from torch import Tensor
 from planloom.blocks import BlockGraph
 from planloom.execute import Given, LocalRun, RunVjp, local_slice
 from planloom.execute.background import Task
+from planloom.execute.pieces import dims, put, take
+from planloom.execute.ring_attention import LocalTurn, Rings
 from planloom.execute.split_vjp import SplitVjp
 from planloom.execute.vjp import Local
 from planloom.execute.wire import Finish, Wire
@@ -26,12 +28,14 @@ from planloom.program import (
     Free,
     Instruction,
     Program,
+    Put,
     Receive,
     Run,
     Seed,
     Send,
     StoredParameter,
     Sum,
+    Take,
     Update,
     Wait,
     WeightGradient,
@@ -63,12 +67,12 @@ class Runtime:
         self.blocks, self.program, self.device, self.wire = blocks, program, device, wire
         self.stage = program.stages[program.stage_of(device)]
         self.at = at or next(iter(parameters.values())).device
-        self.coordinates = self.stage.mesh.coordinates(device)
         self.seed, self.num_steps = seed, 0
         self._given = Given(blocks.graph, buffers, self.at)
         self.buffers = {name: buffers[name].clone() for name in blocks.graph.updates}
         self._memory: dict[Place, Tensor] = {}
         self._borrowed: set[Place] = set()
+        self._rings = Rings()
         self._saved: dict[tuple[int, int], RunVjp | SplitVjp] = {}
         self._in_flight: dict[Place, list[tuple[Finish, bool]]] = {}
         self._stored = {stored.name: stored for stored in self.stage.parameters}
@@ -84,8 +88,9 @@ class Runtime:
         self._local: dict[int, Any] = {
             run.index: self._prepared(run, make_local)
             for run in program.runs
-            if device in program.stages[run.stage].mesh.devices
+            if device in program.mesh_of(run.stage).devices
         }
+        self._turns = {number: local for number, local in self._local.items() if isinstance(local, LocalTurn)}
         self.shards: dict[str, Tensor] = {}
         for stored in self.stage.parameters:
             self._store(stored, parameters[stored.name])
@@ -96,18 +101,22 @@ class Runtime:
         self._tasks: list[tuple[Task[object], str, int]] = []
         wire.create_groups(_all_groups(program))
 
-    def _prepared(self, run: Run, make_local: Callable[[LocalRun], Local]) -> Local:
+    def _prepared(self, run: Run, make_local: Callable[[LocalRun], Local]) -> Local | LocalTurn:
         """A run as a function; one whose backward is split is cut at its parameters, and is not compiled."""
-        local = LocalRun(self.blocks, run, self.coordinates, num_micro=self.program.num_micro_batches)
+        coordinates = self.program.mesh_of(run.stage).coordinates(self.device)
+        if run.turn is not None:
+            return LocalTurn(self.blocks, run, coordinates, num_micro=self.program.num_micro_batches)
+        local = LocalRun(self.blocks, run, coordinates, num_micro=self.program.num_micro_batches)
         return local if run.index in self._split else make_local(local)
 
     def _store(self, stored: StoredParameter, whole: Tensor) -> None:
         factors = self.blocks.graph.tensors[stored.name].factors
-        held = local_slice(whole.detach(), factors, stored.layout.box(stored.sizes, self.coordinates)).clone()
+        coordinates = self.program.mesh_of(stored.stage).coordinates(self.device)
+        held = local_slice(whole.detach(), factors, stored.layout.box(stored.sizes, coordinates)).clone()
         self._memory[stored.buffer, -1] = held
         shard = held.detach()  # the same memory: an update of the shard is an update of what is stored
         if stored.layout != stored.optimizer_layout:
-            box = stored.optimizer_layout.box(stored.sizes, self.coordinates)
+            box = stored.optimizer_layout.box(stored.sizes, coordinates)
             shard = local_slice(whole.detach(), factors, box).clone()
         self.shards[stored.name] = shard.requires_grad_()
 
@@ -184,6 +193,14 @@ class Runtime:
 
     def _carry_out(self, instruction: Instruction, micro: int, given: Mapping[str, Tensor]) -> None:
         match instruction:
+            case Forward(run=run, inputs=inputs, outputs=outputs) if run in self._turns:
+                values = [self._get(b, micro) for b in inputs]
+                made = self._rings.forward(self._turns[run], values, given, micro, saves=instruction.saves)
+                self._put_all(outputs, made, micro)
+            case Backward(run=run, cotangents=cotangents, outputs=outputs, again=again) if run in self._turns:
+                taken = [None if b is None else self._get(b, micro) for b in cotangents]
+                held = [self._get(b, micro) for b in again]
+                self._put_all(outputs, self._rings.backward(self._turns[run], taken, held, micro), micro)
             case Forward(run=run, inputs=inputs, outputs=outputs, saves=saves):
                 vjp = self._vjp(run, saves)(self._local[run], [self._get(b, micro) for b in inputs], given, micro)
                 if saves:
@@ -226,6 +243,14 @@ class Runtime:
                 self._memory[self._place(target, micro)] = total
             case Accumulate(target=target, source=source):
                 self._accumulate(self._place(target, micro), self._get(source, micro))
+            case Take(source=source, target=target, box=box, sizes=sizes):
+                piece = take(self._get(source, micro), box, sizes, self._factors(instruction.tensor))
+                self._memory[self._place(target, micro)] = piece
+            case Put(source=source, target=target, box=box, sizes=sizes):
+                place, piece = self._place(target, micro), self._get(source, micro)
+                if place not in self._memory:
+                    self._memory[place] = piece.new_empty(dims(sizes, self._factors(instruction.tensor)))
+                put(self._memory[place], piece, box, sizes)
             case Seed(target=target, tensor=tensor):
                 dtype = getattr(torch, self.blocks.graph.tensors[tensor].dtype)
                 self._memory[self._place(target, micro)] = torch.ones((), dtype=dtype, device=self.at)
@@ -359,7 +384,7 @@ def _stream(instruction: Instruction) -> Stream | None:
     """Where an instruction's own time is spent; None if it only starts something, or forgets it."""
     if isinstance(instruction, Wait):
         return "waiting"
-    computing = Forward | Backward | WeightGradient | Sum | Accumulate | Update
+    computing = Forward | Backward | WeightGradient | Sum | Accumulate | Take | Put | Update
     return "compute" if isinstance(instruction, computing) else None
 
 

@@ -117,7 +117,7 @@ class Trainer:
         result = {}
         for stored in self.runtime.stage.parameters:
             before = layout(stored)
-            mesh, whole = self.runtime.stage.mesh, piece(stored.name)
+            mesh, whole = self.program.mesh_of(stored.stage), piece(stored.name)
             for part in change_layout(before, Layout.replicated(len(stored.sizes)), mesh, stored.sizes):
                 steps, array = part.program(mesh).steps, whole
                 whole = self._communicating(
@@ -133,8 +133,9 @@ class Trainer:
             for stored in stage.parameters:
                 for layout in (stored.layout, stored.optimizer_layout):
                     whole = Layout.replicated(len(stored.sizes))
-                    for part in change_layout(layout, whole, stage.mesh, stored.sizes):
-                        steps = part.program(stage.mesh).steps
+                    mesh = self.program.mesh_of(stored.stage)
+                    for part in change_layout(layout, whole, mesh, stored.sizes):
+                        steps = part.program(mesh).steps
                         groups += [group for step in steps if not step.is_local for group in step.groups]
         self._communicating(lambda: self._wire.create_groups(groups))
 

@@ -73,7 +73,9 @@ class GatedAttention(nn.Module):
             assert pair is not None
             bias = self.bias(self.pair_norm(pair)).permute(0, 3, 1, 2)
             logits = logits + (bias.transpose(-1, -2) if self.along_columns else bias).unsqueeze(1)
-        mixed = (torch.softmax(logits, dim=-1) @ v).permute(*((0, 3, 1, 2, 4) if self.along_columns else (0, 1, 3, 2, 4)))
+        mixed = (torch.softmax(logits, dim=-1) @ v).permute(
+            *((0, 3, 1, 2, 4) if self.along_columns else (0, 1, 3, 2, 4))
+        )
         return self.out(torch.sigmoid(self.gate(x)) * mixed.flatten(-2))
 
     def _by_head(self, x: Tensor) -> Tensor:
