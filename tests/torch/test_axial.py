@@ -52,7 +52,13 @@ def communication(program: Program, phase: str, *, third: bool) -> Counter[tuple
             if (passes == 3) != third:
                 continue
             shape = graph.tensors[collective.tensor].shape
-            what = "statistics" if shape[-1] == 1 else "bias" if block.name.partition("#")[0].endswith(".bias") else "whole"
+            what = (
+                "statistics"
+                if shape[-1] == 1
+                else "bias"
+                if block.name.partition("#")[0].endswith(".bias")
+                else "whole"
+            )
             found.update((step.kind, what) for step in collective.steps if not step.is_local)
             assert prod(shape) > 0
     return found
