@@ -21,6 +21,8 @@ CASES = [
     ("llama", "zb:pp=2,micro=4,v"),
     ("zoo/t5", "interlaced:pp=2,dp=2,micro=2"),
     ("zoo/qwen3_moe", "experts:ep=2,tp=2"),
+    ("zoo/evoformer", "3f1b:pp=2,micro=4"),
+    ("zoo/evoformer", "dap:dap=2,dp=2,zero1"),
     ("llama", "context:cp=2,dp=2"),
     ("gpt", "interlaced:pp=2,micro=2"),
     ("gpt", "atp:d1=2,d2=2,chunks=4"),

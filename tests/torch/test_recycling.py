@@ -59,7 +59,9 @@ def test_parameters_have_one_home_and_are_never_sent() -> None:
     plan = plan_of("3f1b:pp=2,micro=4")
     program = build_program(captured("recycled", torch.float64), plan)
     names = set(captured("recycled", torch.float64).graph.parameters)
-    sent = {i.tensor for s in program.stages for body in s.bodies.values() for i in body if isinstance(i, Send | Receive)}
+    sent = {
+        i.tensor for s in program.stages for body in s.bodies.values() for i in body if isinstance(i, Send | Receive)
+    }
     assert not sent & names
     assert sorted(p.name for s in program.stages for p in s.parameters) == sorted(names)
     for stage in program.stages:
@@ -75,7 +77,9 @@ def i_is_loss(body: tuple[object, ...]) -> bool:
 
 def test_a_stage_with_gradients_must_be_called_backward() -> None:
     plan = plan_of("3f1b:pp=2,micro=4")
-    without = tuple(tuple(call for call in order if call.phase == "forward" or call.stage == 4) for order in plan.orders)
+    without = tuple(
+        tuple(call for call in order if call.phase == "forward" or call.stage == 4) for order in plan.orders
+    )
     with pytest.raises(PlanError, match=r"stage 5 is called forward only, but it has gradients"):
         build_program(captured("recycled", torch.float64), replace(plan, orders=without))
 

@@ -101,7 +101,7 @@ def _require_backwards(orders: Orders, detached: Set[int]) -> None:
                 given=f"no backward of stages {', '.join(map(str, sorted(forward_only)))}",
                 required="forwards alone of the first stages only, and of stages in which nothing carries a cotangent: "
                 f"{', '.join(map(str, sorted(detached))) or 'none here'}",
-                todo="call a backward of every micro-batch in this stage, or cut the stages where the model is detached",
+                todo="call a backward of every micro-batch in this stage, or cut stages where the model is detached",
             )
 
 

@@ -73,13 +73,12 @@ class GatedAttention(nn.Module):
             assert pair is not None
             bias = self.bias(self.pair_norm(pair)).permute(0, 3, 1, 2)
             logits = logits + (bias.transpose(-1, -2) if self.along_columns else bias).unsqueeze(1)
-        mixed = (torch.softmax(logits, dim=-1) @ v).permute(
-            *((0, 3, 1, 2, 4) if self.along_columns else (0, 1, 3, 2, 4))
-        )
+        mixed = torch.softmax(logits, dim=-1) @ v
+        mixed = mixed.permute(*((0, 3, 1, 2, 4) if self.along_columns else (0, 1, 3, 2, 4)))
         return self.out(torch.sigmoid(self.gate(x)) * mixed.flatten(-2))
 
     def _by_head(self, x: Tensor) -> Tensor:
-        """[b, rows, n, heads · size] to [b, rows, heads, n, size]; [b, n, columns, …] to [b, columns, heads, n, size]."""
+        """[b, rows, n, heads · size] to [b, rows, heads, n, size]; [b, n, columns, …] to [b, columns, heads, n, …]."""
         x = x.unflatten(-1, (self.heads, self.head_size))
         return x.permute(*((0, 2, 3, 1, 4) if self.along_columns else (0, 1, 3, 2, 4)))
 

@@ -1,13 +1,15 @@
-"""Dynamic axial parallel for Evoformers: a representation [batch, rows, columns, channels] is split along what an operation
-does not mix, and turned from rows to columns by an all-to-all between two operations (Cheng et al., FastFold, 2022).
+"""Dynamic axial parallel for Evoformers (Cheng et al., FastFold, 2022).
+
+A representation [batch, rows, columns, channels] is split along what an operation does not mix, and turned from rows to
+columns by an all-to-all between two operations.
 
     MSA     rows are sequences, columns residues: row attention by rows; column attention, transition and the outer
             product mean by columns
-    pair    rows are i, columns j: triangles around outgoing edges and starting nodes by rows, around incoming edges and
-            ending nodes by columns
+    pair    rows are i, columns j: triangles around outgoing edges and starting nodes by rows, around incoming edges
+            and ending nodes by columns
 
-Only where an operation begins, at its norm, is a split chosen; every other block follows what it reads. Where a triangle
-or an outer product needs both ends of a pair, the other end is gathered, and so are the biases of attentions.
+Only where an operation begins, at its norm, is a split chosen; every other block follows what it reads. Where a
+triangle or an outer product needs both ends of a pair, the other end is gathered, and so are the biases of attentions.
 """
 
 from collections.abc import Mapping
@@ -61,8 +63,8 @@ def split_axially(written: Draft, axis: str) -> Draft:
         raise PlanError(
             "no operation of this model can be split along rows or columns",
             given=f"{len(written.blocks.blocks)} blocks, axis {axis!r} of {written.meshes[0].axis(axis).size}",
-            required="an Evoformer with row_attention, column_attention and triangles, whose sequences and residues the "
-            "axis divides",
+            required="an Evoformer with row_attention, column_attention and triangles, and an axis that divides its "
+            "sequences and residues",
             todo="choose a smaller axis or another plan",
         )
     return replace(written, strategies=tuple(strategies))
