@@ -10,8 +10,8 @@ torch is imported and connections are made once for all cases of a topology.
     end
 
 In a race every rival and every plan is built, one after another, each with the same initial weights and under the limit
-of memory, and takes two steps: with the limit its peak is its own. Then all take turns, each round in another order, with
-a barrier before each step, which counts with its slowest rank. Who is far behind takes no part in the rounds that
+of memory, and takes two steps: with the limit its peak is its own. Then all take turns, each round in another order,
+with a barrier before each step, which counts with its slowest rank. Who is far behind takes no part in the rounds that
 follow.
 """
 

@@ -32,6 +32,7 @@ from torch import Tensor
 from planloom.blocks import BlockGraph
 from planloom.collective import Step
 from planloom.execute import LocalRun, RunVjp, compute_given, local_slice
+from planloom.execute.ring_attention import LocalTurn, Rings
 from planloom.layout import Box
 from planloom.program import (
     Accumulate,
@@ -56,7 +57,7 @@ from planloom.program import (
 )
 
 Place = tuple[Buffer, int]
-LocalRuns = dict[tuple[int, int], LocalRun]
+LocalRuns = dict[tuple[int, int], LocalRun | LocalTurn]
 Result = TypeVar("Result")
 
 
@@ -121,6 +122,7 @@ class Emulation:
         self._local_runs = {} if local_runs is None else local_runs
         self._memory: dict[int, dict[Place, _Cell]] = {device: {} for device in program.devices}
         self._saved: dict[tuple[int, int, int], tuple[RunVjp, list[Buffer]]] = {}
+        self._rings = {device: Rings() for device in program.devices}
         self._put_off: dict[tuple[int, int, int], list[Tensor | None]] = {}
         self._further: dict[tuple[str, int, str], Tensor] = {}
         self._in_flight: dict[tuple[int, Place], list[_InFlight]] = {}
@@ -135,10 +137,10 @@ class Emulation:
         for stage in program.stages:
             for device in stage.mesh.devices:
                 for stored in stage.parameters:
-                    factors, at = (
-                        blocks.graph.tensors[stored.name].factors,
-                        program.mesh_of(stored.stage).coordinates(device),
-                    )
+                    factors, mesh = blocks.graph.tensors[stored.name].factors, program.mesh_of(stored.stage)
+                    if device not in mesh.devices:
+                        raise BrokenError(f"{stored.name} is stored on {device}, which is not of its home")
+                    at = mesh.coordinates(device)
                     held = local_slice(whole[stored.name], factors, stored.layout.box(stored.sizes, at))
                     self._memory[device][stored.buffer, -1] = _Cell(held.clone())
                     shard = local_slice(whole[stored.name], factors, stored.optimizer_layout.box(stored.sizes, at))
@@ -307,6 +309,8 @@ class Emulation:
             self._set(device, self._place(buffer, micro), value)
 
         match instruction:
+            case Forward() | Backward() if isinstance(self._local_run(s, device, instruction.run), LocalTurn):
+                self._turn(s, device, instruction, micro)
             case Forward(run=run, inputs=inputs, outputs=outputs, saves=saves, again=again):
                 local, values = self._local_run(s, device, run), [get(buffer) for buffer in inputs]
                 for slot, value in zip(self.program.runs[run].inputs, values, strict=True):
@@ -384,13 +388,33 @@ class Emulation:
             case _:
                 raise AssertionError(instruction)
 
-    def _local_run(self, s: int, device: int, run: int) -> LocalRun:
+    def _turn(self, s: int, device: int, instruction: Forward | Backward, micro: int) -> None:
+        """A turn of a ring: what the ring holds meanwhile is no buffer."""
+        local, rings = self._local_run(s, device, instruction.run), self._rings[device]
+        assert isinstance(local, LocalTurn)
+        if isinstance(instruction, Forward):
+            values = [self._get(device, buffer, micro) for buffer in instruction.inputs]
+            saves = instruction.saves
+            made: Sequence[Tensor | None] = _checked(
+                lambda: rings.forward(local, values, self._given, micro, saves=saves)
+            )
+        else:
+            taken = [None if b is None else self._get(device, b, micro) for b in instruction.cotangents]
+            held = [self._get(device, buffer, micro) for buffer in instruction.again]
+            made = _checked(lambda: rings.backward(local, taken, held, micro))
+        for buffer, value in zip(instruction.outputs, made, strict=True):
+            if buffer is not None:
+                assert value is not None
+                self._set(device, self._place(buffer, micro), value)
+
+    def _local_run(self, s: int, device: int, run: int) -> LocalRun | LocalTurn:
         if (device, run) not in self._local_runs:
-            group, num_micro = self.program.runs[run].stage, self.program.num_micro_batches
-            if device not in self.program.mesh_of(group).devices:
+            of, num_micro = self.program.runs[run], self.program.num_micro_batches
+            if device not in self.program.mesh_of(of.stage).devices:
                 raise BrokenError(f"run {run} is one of other devices than {device}")
-            at = self.program.mesh_of(group).coordinates(device)
-            self._local_runs[device, run] = LocalRun(self.blocks, self.program.runs[run], at, num_micro=num_micro)
+            make = LocalRun if of.turn is None else LocalTurn
+            at = self.program.mesh_of(of.stage).coordinates(device)
+            self._local_runs[device, run] = make(self.blocks, of, at, num_micro=num_micro)
         return self._local_runs[device, run]
 
     # -- communication
@@ -613,6 +637,8 @@ def _of_group(step: Step, given: list[Tensor]) -> list[Tensor]:
             return [_piece(whole, step, position) for position in range(n)]
         case "slice":
             return [_piece(given[position], step, position) for position in range(n)]
+        case "rotate":
+            return [given[position - 1] for position in range(n)]
         case "mask":
             return [given[0], *(torch.zeros_like(array) for array in given[1:])]
     raise AssertionError(step.kind)

@@ -15,7 +15,7 @@ from torch import Tensor
 from planloom.blocks import BlockGraph, find_segments
 from planloom.capture import batch_spec
 from planloom.errors import VerificationError
-from planloom.plan import named_plan, parse_named
+from planloom.plan import find_named, named_plan
 from planloom.program import Instruction, Program, build_program, verify_program
 from tests.boundaries import Side, boundary_plan
 from tests.corruptions import Corruption, Spot, respell
@@ -55,18 +55,21 @@ def prepare(model_name: str, plan_name: str, *, respelled: bool) -> Case:
     if plan_name == "boundary":
         first, second = Side(devices=(1, 0), split="sequence"), Side(devices=(3, 5, 2, 4), split="batch and sequence")
         plan = boundary_plan(blocks, spec, first, second)
+    elif ":" in plan_name:
+        plan = named_plan(blocks, find_named(plan_name), batch=spec)
     else:
         name, _, again = plan_name.partition(" ")
         segments = tuple(range(len(find_segments(blocks)))) if again else ()
-        plan = replace(named_plan(blocks, parse_named(name), batch=spec), recompute=segments)
+        plan = replace(named_plan(blocks, find_named(name), batch=spec), recompute=segments)
     program = build_program(blocks, plan)
     if respelled:
         program = respell(program, Random(f"{model_name} {plan_name}"))
-    left_out = torch.rand(batch["labels"].shape, generator=torch.Generator().manual_seed(3)) < 0.3
+    labels = "labels" if "labels" in batch else "msa_labels"
+    left_out = torch.rand(batch[labels].shape, generator=torch.Generator().manual_seed(3)) < 0.3
     return Case(
         blocks=blocks,
         program=program,
-        batch={**batch, "labels": batch["labels"].masked_fill(left_out, -100)},
+        batch={**batch, labels: batch[labels].masked_fill(left_out, -100)},
         parameters={name: parameter.detach() for name, parameter in model.named_parameters()},
         buffers=dict(model.named_buffers()),
     )

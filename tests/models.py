@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from examples.models.gpt import GPT, GPTConfig, batch_for, tiny
+from planloom.capture.models.evoformer import Evoformer, EvoformerConfig
+from planloom.capture.models.evoformer import batch_for as alignments_for
 
 
 def gpt() -> tuple[nn.Module, dict[str, Tensor]]:
@@ -46,7 +48,24 @@ def llama(num_layers: int = 2, hidden: int = 64) -> tuple[nn.Module, dict[str, T
     return LlamaForCausalLM(config), {"input_ids": tokens, "labels": labels}
 
 
-MODELS = {"gpt": gpt, "gpt-deep": gpt_deep, "llama": llama, "llama-deep": llama_deep}
+def recycled() -> tuple[nn.Module, dict[str, Any]]:
+    """An Evoformer of four blocks and three passes."""
+    config = EvoformerConfig(
+        num_blocks=4,
+        num_sequences=4,
+        num_residues=8,
+        msa_channels=16,
+        pair_channels=8,
+        msa_heads=4,
+        pair_heads=4,
+        head_size=4,
+        outer_channels=4,
+        num_recycles=2,
+    )
+    return Evoformer(config), alignments_for(config, 8)
+
+
+MODELS = {"recycled": recycled, "gpt": gpt, "gpt-deep": gpt_deep, "llama": llama, "llama-deep": llama_deep}
 
 
 def build(name: str, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any]]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from planloom.blocks import BlockGraph, find_blocks
 from planloom.capture import batch_spec, cached_capture
 from planloom.errors import TrainingError
-from planloom.plan import Plan, named_plan, parse_named
+from planloom.plan import Plan, find_named, named_plan
 from planloom.train import parallelize
 from planloom.train.watch import Watch, start_watch
 from tests.models import build, lifted, loss_of
@@ -56,7 +56,7 @@ def resolve(model_name: str, dtype: torch.dtype, plan: Plan | str) -> Plan:
     if isinstance(plan, Plan):
         return plan
     _, batch = build(model_name, dtype)
-    return named_plan(captured(model_name, dtype), parse_named(plan), batch=batch_spec(batch))
+    return named_plan(captured(model_name, dtype), find_named(plan), batch=batch_spec(batch))
 
 
 def train(

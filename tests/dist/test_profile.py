@@ -12,7 +12,7 @@ import pytest
 
 from planloom.blocks import BlockGraph, find_blocks
 from planloom.capture import batch_spec, capture, load_model
-from planloom.cost.keys import OVERLAP_COMMUNICATION_KEY, OVERLAP_COMPUTE_KEY
+from planloom.cost.keys import OVERLAP_COMMUNICATION_KEY, OVERLAP_COMPUTE_KEY, REST_SECONDS_KEY, REST_SHARE_KEY
 from planloom.plan import Plan, named_plan, parse_named
 from planloom.profile import is_measured, local_store, missing_work, profile_locally, work_of
 from planloom.program import build_program
@@ -54,6 +54,8 @@ def test_processes_measure_runs_and_what_they_send(blocks: BlockGraph, tmp_path:
     assert kinds == {"all_gather", "all_reduce", "exchange", "reduce_scatter"}
     assert known[OVERLAP_COMPUTE_KEY] >= 1
     assert known[OVERLAP_COMMUNICATION_KEY] >= 1
+    assert 0 <= known[REST_SECONDS_KEY] < 0.02
+    assert 0 < known[REST_SHARE_KEY] <= 1
     assert {key.split("/")[1] for key in known if key.startswith("accumulate/")} == {
         key.split("/")[1] for key in known if key.startswith("memory/")
     }

@@ -188,7 +188,7 @@ def test_segments_that_are_not_there(empty: Draft, blocks: BlockGraph, segments:
 
 
 def test_a_schedule_that_is_not_there(empty: Draft) -> None:
-    with pytest.raises(PlanError, match=r"(?s)no schedule is named 'zigzag'.*'1f1b', 'chimera'.*'gpipe'"):
+    with pytest.raises(PlanError, match=r"(?s)no schedule is named 'zigzag'.*'1f1b', '3f1b', 'chimera'.*'gpipe'"):
         empty.order("zigzag")
 
 

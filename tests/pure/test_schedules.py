@@ -118,7 +118,7 @@ F, B, G, W = forward, backward, input_gradient, weight_gradient
 @pytest.mark.parametrize(
     ("orders", "message"),
     [
-        (((F(0, 0), B(0, 0)), (F(1, 0),)), "every phase"),
+        (((F(0, 0), B(0, 0)), (F(1, 0),)), "called forward only, but it has gradients"),
         (((F(0, 0), B(0, 0), F(0, 0)), (F(1, 0), B(1, 0))), "every phase"),
         (((F(0, 0), G(0, 0)), (F(1, 0), B(1, 0))), "every phase"),
         (((F(0, 0), W(0, 0), G(0, 0)), (F(1, 0), B(1, 0))), "in a cycle"),

@@ -8,9 +8,9 @@ import pytest
 from planloom.blocks import find_blocks
 from planloom.cluster import load_cluster
 from planloom.search import Planner, Wishes
+from planloom.search.schedules import Schedule
 from planloom.search.solutions import Solver
 from planloom.search.space import Candidate
-from planloom.search.stages import kept_micro_batches
 from planloom.search.tables import Tables
 from tests.pure.tiny_graph import tiny_graph
 
@@ -82,7 +82,7 @@ class Everything:
         """The least step of all plans that fit; exchanges between stages left out."""
         figures, num_micro = self.figures(), int(self.tables.num_micro[self.g])
         num_stages = self.tables.shape.num_stages
-        kept, least = kept_micro_batches(num_stages, num_micro), np.inf
+        kept, least = Schedule().kept(num_stages, num_micro), np.inf
         for cut in combinations(PLANNER.places, num_stages - 1):
             edges = [0, *cut, self.count]
             stages = [range(low, high) for low, high in pairwise(edges)]

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from planloom.search.schedules import Schedule
 from planloom.search.stages import (
     BlockFigures,
     cut_places,
     estimate_stages,
-    kept_micro_batches,
     pack_stages,
 )
 
@@ -130,7 +130,7 @@ def test_too_few_places_or_too_little_memory() -> None:
 
 @pytest.mark.parametrize(("num_stages", "num_micro", "kept"), [(1, 8, [1]), (4, 2, [2, 2, 2, 1]), (4, 8, [4, 3, 2, 1])])
 def test_the_first_stages_keep_most(num_stages: int, num_micro: int, kept: list[int]) -> None:
-    assert kept_micro_batches(num_stages, num_micro) == kept
+    assert list(Schedule().kept(num_stages, num_micro)) == kept
 
 
 def test_the_step_of_a_cut() -> None:

@@ -1,13 +1,13 @@
 """Prices that make the time of a step a closed form."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from planloom.blocks import BlockGraph
 from planloom.cluster import Cluster, load_cluster
 from planloom.collective import Step
-from planloom.cost import Price, RunMemory
+from planloom.cost import Credit, Price, RunMemory
 from planloom.cost.memory import run_memory
 from planloom.program import Program, Run, StageProgram, Transfer
 from tests.torch.captured import captured
@@ -27,6 +27,7 @@ class FixedPrices:
     """The level whose wires all communication keeps busy; none."""
     compute_slowdown: float = 1.0
     communication_slowdown: float = 1.0
+    credit: Credit = field(default_factory=Credit)
     on: str = "two-by-two"
     has_segments: bool = False
 

@@ -58,17 +58,22 @@ def spec(model: str) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 def solvers(own: Planner, wishes: Wishes, limit_bytes: float, *, max_problems: int | None = None) -> Iterator[Solver]:
-    """One a shape of the space, for all its placements and numbers of micro-batches, or the first so many."""
+    """One a shape and schedule of the space, for all its placements and numbers of micro-batches, or the first so
+    many."""
     space = own.space(wishes)
     for shape in space.shapes:
-        candidates = [
-            Candidate(shape=shape, placement=placement, num_micro=num_micro)
-            for placement in space.placements(own.cluster, shape)
-            for num_micro in space.micro_batches
-        ]
-        tables = own.tables(candidates[:max_problems], wishes)
-        if tables.is_possible:
-            yield Solver(tables, own.places, limit_bytes=limit_bytes, recompute=wishes.recompute)
+        for schedule in space.schedules_of(shape.num_stages):
+            candidates = [
+                Candidate(shape=shape, placement=placement, num_micro=num_micro, schedule=schedule)
+                for placement in space.placements(own.cluster, shape)
+                for num_micro in space.micro_batches
+                if schedule.is_possible(shape.num_stages, num_micro)
+            ]
+            if not candidates:
+                continue
+            tables = own.tables(candidates[:max_problems], wishes)
+            if tables.is_possible:
+                yield Solver(tables, own.places, limit_bytes=limit_bytes, recompute=wishes.recompute)
 
 
 def solutions(solver: Solver) -> list[Solution]:

@@ -23,6 +23,7 @@ from planloom.graph import RANDOM_STATE
 from planloom.plan import named_plan, parse_named
 from planloom.profile import capacity, is_measured, local_store, measure_programs, missing_runs, require_device
 from planloom.profile.examples import example_tensors
+from planloom.profile.rounds import NUM_ROUNDS, Rounds
 from planloom.profile.runs import RunBench
 from planloom.profile.timing import deviation, time_phases
 from planloom.profile.work import COVERED_RATIO, uncovered
@@ -83,6 +84,38 @@ def test_what_is_known_is_not_measured_again_and_what_does_not_fit_is_left_out(m
     assert not [key for key in found if key.startswith(("run/", "update/"))]
     assert set(skipped) == {key for key in measured if key.endswith("/forward") or key.count("/") == 1} - set(found)
     assert all("MiB are free" in reason for reason in skipped.values())
+
+
+def test_what_is_computed_is_measured_in_rounds_all_of_it_before_any_of_it_again() -> None:
+    blocks, program, batch, buffers = case("gpt", "dp=2")
+    saved: list[set[str]] = []
+    measured = measure_programs(
+        blocks,
+        [program],
+        batch,
+        buffers,
+        {},
+        progress=lambda done, total: None,
+        save=lambda found: saved.append(set(found)),
+        budget_seconds=0.0,
+    )
+    forwards = [key for found in saved for key in found if key.endswith("/forward")]
+    count = len({run_fingerprint(blocks, program, run) for run in program.runs})
+    rounds = [forwards[i : i + count] for i in range(0, len(forwards), count)]
+    assert len(rounds) == NUM_ROUNDS["cpu"]
+    assert all(set(own) == set(rounds[0]) for own in rounds), "each run once in each"
+    assert rounds[1] == rounds[0][::-1], "in the other order"
+    assert sum(key.endswith("/saved_bytes") for found in saved for key in found) == count, "memory is measured once"
+    assert set().union(*saved) == set(measured)
+
+
+def test_a_slow_round_does_not_count_and_shows_in_the_spread() -> None:
+    rounds = Rounds()
+    assert rounds.add({"run": (1.0, 0.01), "bytes": (7.0, 0.0)}) == {"run": (1.0, 0.01), "bytes": (7.0, 0.0)}
+    rounds.add({"run": (5.0, 0.02)})
+    assert rounds.add({"run": (1.2, 0.03)})["run"] == (1.2, pytest.approx(1.4826 * 0.2))
+    assert rounds.measured["bytes"] == (7.0, 0.0)
+    assert rounds.first["run"] == (1.0, 0.01)
 
 
 def test_a_control_group_limits_what_is_available() -> None:

@@ -13,7 +13,17 @@ from planloom.graph.flops import training_flops
 from planloom.layout import Mesh
 from planloom.plan import draft, named_plan, parse_named
 from planloom.plan.schedules import home_groups, orders_of
-from planloom.program import Accumulate, Coalesced, Instruction, Program, build_program, verify_program
+from planloom.profile.work import Collectives, work_of
+from planloom.program import (
+    Accumulate,
+    Coalesced,
+    Collective,
+    Instruction,
+    Program,
+    build_program,
+    verify_program,
+)
+from planloom.program.sizes import buffer_bytes, mask_bytes_of_steps
 from planloom.report import chrome_trace, timeline_svg
 from planloom.simulate import Summary, Timeline, simulate
 from tests.pure.chain_graph import chain_batch, chain_blocks
@@ -128,6 +138,25 @@ def test_collectives_are_counted_on_their_stream() -> None:
     assert count >= 4 * 2, "two layers with two all-reduces forward and two backward each"
     assert timeline.busy_seconds(0, "communication") == pytest.approx(0.125 * count)
     assert timeline.step_seconds == pytest.approx(3.0 + 0.125 * count)
+
+
+def test_rows_of_experts_are_told_by_their_mask_first_which_takes_a_step_of_its_own() -> None:
+    model = captured("zoo/mixtral", torch.float32)
+    plan = named_plan(model.blocks, parse_named("dp=2,experts"), batch=batch_spec(model.batch))
+    built = build_program(model.blocks, plan)
+    (stage,), sizes = built.stages, buffer_bytes(model.blocks.graph, built, 0)
+    started = [i for call in stage.calls for i in stage.bodies[call.body] if isinstance(i, Collective)]
+    kinds = {tuple(step.kind for step in c.steps) for c in started if c.rows is not None}
+    assert kinds == {("all_to_all",)}
+    masks = work_of(model.blocks, [built], with_links=True)
+    for collective in started:
+        (num_bytes,) = mask_bytes_of_steps(collective)
+        assert num_bytes == (sizes[collective.rows] if collective.rows is not None else 0), "a byte for each of them"
+        if num_bytes:
+            assert any(isinstance(w, Collectives) and num_bytes in w.sizes for w in masks.links.values())
+    found = simulate(built, FixedPrices(built, of=model.blocks, step_seconds=0.125))
+    of_rows = [e for e in found.events if e.name == "all_to_all" and e.stop_seconds - e.start_seconds == 0.25]
+    assert len(of_rows) == sum(c.rows is not None for c in started)
 
 
 def test_the_timeline_names_the_sources_of_its_prices() -> None:

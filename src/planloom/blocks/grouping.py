@@ -29,6 +29,7 @@ from planloom.blocks.dims import (
     rule_of,
     split_states,
 )
+from planloom.blocks.rings import Ring, find_ring, with_one_sequence
 from planloom.graph import Graph
 
 # Tokens to experts and back: a layout may change on either side, as at a contraction with a parameter.
@@ -49,9 +50,16 @@ class Block:
     dims: tuple[BlockDim, ...]
     is_source: bool = False
     """Reads no activations: an embedding, a position table, and what is made of parameters and constants alone."""
+    ring: Ring | None = None
+    """How it may be split along its sequence, if it is attention."""
+
+    @property
+    def all_dims(self) -> tuple[BlockDim, ...]:
+        """Its dims, and that of its ring."""
+        return self.dims if self.ring is None else (*self.dims, self.ring.dim)
 
     def dim(self, name: str) -> BlockDim | None:
-        return next((dim for dim in self.dims if dim.name == name), None)
+        return next((dim for dim in self.all_dims if dim.name == name), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +101,7 @@ def find_blocks(graph: Graph) -> BlockGraph:
     blocks: list[Block] = []
     constant: set[str] = set()
     """Tensors that no input changes."""
+    one_sequence = with_one_sequence(graph)
     for i, members in enumerate(groups):
         name = _block_name(graph, members)
         used[name] = used.get(name, 0) + 1
@@ -100,7 +109,8 @@ def find_blocks(graph: Graph) -> BlockGraph:
         block = _block(graph, i, name, members, group_of, labels)
         is_constant = constant.issuperset(block.inputs) and not graph.given_from_inputs.intersection(block.given)
         constant.update(block.outputs if is_constant else ())
-        blocks.append(replace(block, is_source=is_constant or not block.inputs))
+        ring = find_ring(one_sequence, members, block.outputs)
+        blocks.append(replace(block, is_source=is_constant or not block.inputs, ring=ring))
     return BlockGraph(graph=graph, blocks=tuple(blocks))
 
 

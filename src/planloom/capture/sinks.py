@@ -12,8 +12,7 @@ flash attention gives o and l = log Σ exp(s_j), and with l' = log(exp(l) + exp(
 and the backward of flash attention is written with results and logarithms alone, p_j = exp(s_j − l'): given y and l'
 in place of o and l it is that of attention with sinks. The sink's gradient is −Σ (dy · y) exp(sink − l').
 
-Kernels: on the CPU torch's flash kernel, with a mask where there is a window; on a GPU flash attention (bfloat16 and
-float16, no mask), which skips what a window hides, else the memory-efficient kernel with a mask.
+The kernels are those of `flash`.
 """
 
 from collections.abc import Iterator
@@ -23,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor  # tried with torch 2.11 and 2.13
+
+from planloom.capture.flash import Sight, attend, attend_backward
 
 IMPLEMENTATION = "planloom_sinks"
 TARGET = "planloom.sink_attention.default"
@@ -62,8 +63,8 @@ class _SinkAttention(torch.autograd.Function):
         window: int,
         scale: float,
     ) -> Tensor:
-        how = (is_causal, window, scale)
-        result, sums, state = _forward(q, k, v, mask, *how)
+        how = (Sight(is_causal=is_causal, window=window), scale)
+        result, sums, state = attend(q, k, v, mask, *how)
         whole = torch.logaddexp(sums, sinks.to(sums.dtype).view(1, -1, 1))
         result = result * (sums - whole).exp().unsqueeze(-1).to(result.dtype)
         ctx.save_for_backward(q, k, v, mask, sinks, result, whole, *state)
@@ -74,113 +75,18 @@ class _SinkAttention(torch.autograd.Function):
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, mask, sinks, result, whole, *state = ctx.saved_tensors
         cotangent = cotangent.to(result.dtype)
-        of_sinks = _of_sinks(cotangent, sinks, result, whole) if ctx.needs_input_grad[4] else None
+        of_sinks = sinks_cotangent(cotangent, sinks, result, whole) if ctx.needs_input_grad[4] else None
         if not any(ctx.needs_input_grad[:3]):
             return None, None, None, None, of_sinks, None, None, None
-        of_q, of_k, of_v = _backward(cotangent, q, k, v, mask, result, whole, state, *ctx.how)
+        of_q, of_k, of_v = attend_backward(cotangent, q, k, v, mask, result, whole, state, *ctx.how)
         return of_q, of_k, of_v, None, of_sinks, None, None, None
 
 
-def _of_sinks(cotangent: Tensor, sinks: Tensor, result: Tensor, whole: Tensor) -> Tensor:
+def sinks_cotangent(cotangent: Tensor, sinks: Tensor, result: Tensor, whole: Tensor) -> Tensor:
+    """The gradient of the sinks; `whole`: logarithms of sums with the sinks."""
     given = (cotangent * result).sum(-1, dtype=whole.dtype)
     share = (sinks.to(whole.dtype).view(1, -1, 1) - whole).exp()
     return -(given * share).sum((0, 2)).to(sinks.dtype)
-
-
-def _is_flash(q: Tensor, mask: Tensor | None) -> bool:
-    return q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16) and mask is None
-
-
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, window: int, scale: float
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Results, logarithms of sums [batch, heads, queries], and what else the kernel's backward wants."""
-    if _is_flash(q, mask):
-        found = torch.ops.aten._flash_attention_forward(
-            *(x.transpose(1, 2) for x in (q, k, v)), None, None, q.shape[2], k.shape[2], 0.0, is_causal, False,
-            scale=scale, **_sides(window),
-        )  # fmt: skip
-        return found[0].transpose(1, 2), found[1], [found[2], found[3]]
-    keys, values = _repeated(k, q), _repeated(v, q)
-    if q.device.type == "cuda":
-        found = torch.ops.aten._scaled_dot_product_efficient_attention(
-            q, keys, values, _bias(q, k, mask, is_causal, window), True, 0.0, False, scale=scale
-        )
-        return found[0], found[1][..., : q.shape[2]], [found[2], found[3]]
-    bias = _bias(q, k, mask, is_causal, window) if mask is not None or window else None
-    result, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, keys, values, 0.0, is_causal and bias is None, attn_mask=bias, scale=scale
-    )
-    return result, sums, []
-
-
-def _backward(
-    cotangent: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    result: Tensor,
-    sums: Tensor,
-    state: list[Tensor],
-    is_causal: bool,
-    window: int,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    if _is_flash(q, mask):
-        flipped = [x.transpose(1, 2) for x in (cotangent, q, k, v, result)]
-        found = torch.ops.aten._flash_attention_backward(
-            *flipped, sums, None, None, q.shape[2], k.shape[2], 0.0, is_causal, *state, scale=scale, **_sides(window)
-        )
-        return found[0].transpose(1, 2), found[1].transpose(1, 2), found[2].transpose(1, 2)
-    keys, values = _repeated(k, q), _repeated(v, q)
-    if q.device.type == "cuda":
-        bias = _bias(q, k, mask, is_causal, window)
-        of_q, of_k, of_v, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-            cotangent, q, keys, values, bias, result, _padded(sums), *state, 0.0, [True, True, True, False],
-            False, scale=scale,
-        )  # fmt: skip
-    else:
-        some = _bias(q, k, mask, is_causal, window) if mask is not None or window else None
-        of_q, of_k, of_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            cotangent, q, keys, values, result, sums, 0.0, is_causal and some is None, attn_mask=some, scale=scale
-        )
-    return of_q, _summed(of_k, k), _summed(of_v, v)
-
-
-_MULTIPLE = 32
-"""Of queries, to which the memory-efficient kernel pads its logarithms of sums."""
-
-
-def _padded(sums: Tensor) -> Tensor:
-    missing = -sums.shape[2] % _MULTIPLE
-    return torch.nn.functional.pad(sums, (0, missing), value=float("inf")) if missing else sums.contiguous()
-
-
-def _sides(window: int) -> dict[str, int]:
-    return {"window_size_left": window - 1, "window_size_right": 0} if window else {}
-
-
-def _repeated(x: Tensor, q: Tensor) -> Tensor:
-    """Every head of keys or values for each of its queries' heads."""
-    group = q.shape[1] // x.shape[1]
-    return x if group == 1 else x.repeat_interleave(group, 1)
-
-
-def _summed(cotangent: Tensor, x: Tensor) -> Tensor:
-    group = cotangent.shape[1] // x.shape[1]
-    return cotangent if group == 1 else cotangent.unflatten(1, (x.shape[1], group)).sum(2)
-
-
-def _bias(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, window: int) -> Tensor:
-    """What is added to scores: nothing, or −∞ where a query does not see a key."""
-    seen = mask if mask is not None else torch.ones(1, 1, q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
-    if is_causal:
-        seen = seen.tril()
-    if window:
-        seen = seen.triu(1 - window)
-    bias = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill(~seen, float("-inf"))
-    return bias.expand(q.shape[0], q.shape[1], -1, -1)
 
 
 def attention_forward(

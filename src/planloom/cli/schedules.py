@@ -10,7 +10,15 @@ from planloom.cli.output import JsonOption, screen, show, write_file
 from planloom.errors import PlanError
 from planloom.plan.order_checks import require_orders
 from planloom.plan.schedule_search import search_order
-from planloom.plan.schedules import ORDERS, SHARED_ORDERS, orders_of, schedule_name, stages_per_group
+from planloom.plan.schedules import (
+    ORDERS,
+    RECYCLED_ORDERS,
+    SHARED_ORDERS,
+    num_passes,
+    orders_of,
+    schedule_name,
+    stages_per_group,
+)
 from planloom.plan.timing import StageTimes, TimedOrders, time_orders
 from planloom.report.schedules import schedule_document, schedule_rows, schedule_svg
 
@@ -25,9 +33,14 @@ def register(app: typer.Typer) -> None:
 def schedule_command(
     name: Annotated[
         str,
-        typer.Argument(help=f"One of {', '.join((*ORDERS, *SHARED_ORDERS))}, or search: the best order, small cases."),
+        typer.Argument(
+            help=f"One of {', '.join((*ORDERS, *SHARED_ORDERS, *RECYCLED_ORDERS))}, "
+            "or search: the best order, small cases."
+        ),
     ],
-    stages: Annotated[int, typer.Option("--stages", help="The number of stages.")] = 4,
+    stages: Annotated[
+        int, typer.Option("--stages", help="The number of stages; of one pass, where a model goes through several.")
+    ] = 4,
     micro: Annotated[int, typer.Option("--micro", help="The number of micro-batches.")] = 8,
     per_group: Annotated[
         int, typer.Option("--per-group", help="Stages a device group; 0: as the schedule has it.")
@@ -43,13 +56,16 @@ def schedule_command(
     F forward, B backward, I input-gradient, W weight-gradient, each with its micro-batch; · is a bubble.
     """
     of_stage = _times(times, exchange)
-    all_times, note = [of_stage] * max(1, stages), ""
+    all_times, note, passes = [of_stage] * max(1, stages), "", 1
     if name == _SEARCH:
         orders, note = search_order(all_times, micro, max_held=max_held or None)
     else:
         name = schedule_name(name)
+        passes = num_passes(name, per_group)
+        stages, all_times = stages * passes, all_times * passes
         orders = orders_of(name, stages, micro, per_group=stages_per_group(name, per_group))
-    require_orders(orders, stages, micro, max_held=max_held or None)
+    detached = frozenset(range(stages - stages // passes))
+    require_orders(orders, stages, micro, max_held=max_held or None, detached=detached)
     timed = time_orders(orders, all_times)
     title = f"{name}: {stages} stages, {micro} micro-batches"
     if picture is not None:

@@ -90,6 +90,7 @@ def plan_command(
     tp2: Annotated[int | None, typer.Option("--tp2", help="The size of the second free axis.")] = None,
     pp: Annotated[int | None, typer.Option("--pp", help="The number of stages.")] = None,
     micro: Annotated[int | None, typer.Option("--micro", help="The number of micro-batches.")] = None,
+    schedule: Annotated[str | None, typer.Option("--schedule", help="Only this schedule, as 1f1b.")] = None,
     zero: Annotated[int | None, typer.Option("--zero", min=0, max=3, help="Only this ZeRO, or 0 for none.")] = None,
     recompute: Annotated[bool, typer.Option("--recompute/--no-recompute", help="May layers be recomputed?")] = True,
     pin: PinOption = None,
@@ -131,7 +132,7 @@ def plan_command(
         _plan_named(source, captured, machine, pricing, named, out, as_json=as_json)
         return
     wishes = Wishes(
-        dp=dp, tp=tp, tp2=tp2, pp=pp, micro=micro,
+        dp=dp, tp=tp, tp2=tp2, pp=pp, micro=micro, schedule=schedule,
         storage=None if zero is None else f"zero{zero}" if zero else "replicated",
         recompute=recompute, memory_bytes=_bytes(memory), pins=tuple(map(parse_pin, pin or ())),
     )  # fmt: skip

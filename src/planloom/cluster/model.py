@@ -42,6 +42,7 @@ COLLECTIVES = (
     "broadcast",
     "scatter",
     "gather",
+    "rotate",
     "exchange",
 )
 """The collectives, and the exchange of single messages, for which a link may give an efficiency."""

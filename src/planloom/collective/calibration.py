@@ -97,6 +97,7 @@ _ORDER: tuple[StepKind, ...] = (
     "gather",
     "scatter",
     "all_to_all",
+    "rotate",
 )
 
 

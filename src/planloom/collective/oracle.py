@@ -224,6 +224,8 @@ def _after(step: Step, group: tuple[int, ...], state: _State, site: str, combine
         whole = _of_root(group, state, site)
     else:
         pieces = _of_members(group, state, site)
+        if step.kind == "rotate":
+            return [pieces[-1], *pieces[:-1]]
         if step.kind in REDUCING_KINDS:
             whole = _combined(step, pieces, site, combine)
         elif step.kind in JOINING_KINDS:

@@ -19,6 +19,7 @@ piece q[i] of each.
 | gather         | pieces `along`                    | all pieces, on the first member only               |
 | broadcast      | the array, on the first member    | the array, on every member                         |
 | scatter        | the array, on the first member    | a piece, cut `into`                                |
+| rotate         | any arrays of one size            | that of the member before; the first has the last's |
 | slice          | the same array on every member    | a piece, cut `into`; nothing is sent               |
 | mask           | the same array on every member    | kept by the first member, zero elsewhere; nothing is sent |
 
@@ -42,6 +43,7 @@ StepKind = Literal[
     "gather",
     "broadcast",
     "scatter",
+    "rotate",
     "slice",
     "mask",
 ]

@@ -10,6 +10,7 @@ level carries for each group that passes it
     direct    what its devices send to those beyond: inner · (m-1) · inner messages
     root      what the first device of a group receives or sends: (m-1) · inner messages
     binomial  b · ⌈log2 m⌉, from the root
+    neighbour b: every device's array to the next, in the order of the group
 
 NCCL lays several rings, one for each device of a member, so that members whose devices have uplinks of their own
 (`shared: false`) use them all; gloo lays one.
@@ -25,7 +26,7 @@ from planloom.cluster.routes import Message, ring_hops, wire_loads
 from planloom.collective.geometry import Crossing, Geometry, Wires
 from planloom.collective.steps import StepKind
 
-Algorithm = Literal["ring", "rings", "tree", "direct", "root", "binomial"]
+Algorithm = Literal["ring", "rings", "tree", "direct", "root", "binomial", "neighbour"]
 
 ALGORITHMS: dict[str, dict[StepKind, tuple[Algorithm, ...]]] = {
     "nccl": {
@@ -37,6 +38,7 @@ ALGORITHMS: dict[str, dict[StepKind, tuple[Algorithm, ...]]] = {
         "broadcast": ("ring",),
         "gather": ("root",),
         "scatter": ("root",),
+        "rotate": ("neighbour",),
     },
     "gloo": {  # as `planloom.execute.wire` uses it: reduce-scatter and all-gather are made of messages
         "all_reduce": ("ring",),
@@ -47,6 +49,7 @@ ALGORITHMS: dict[str, dict[StepKind, tuple[Algorithm, ...]]] = {
         "broadcast": ("binomial",),
         "gather": ("root",),
         "scatter": ("root",),
+        "rotate": ("neighbour",),
     },
 }
 """What a library does in a collective: NVIDIA/nccl src/graph/tuning.cc; pytorch/gloo gloo/*.cc."""
@@ -66,6 +69,8 @@ def num_messages(library: str, kind: StepKind, algorithm: Algorithm, group_size:
             return rounds
         case "tree" | "binomial":
             return ceil(log2(group_size))
+        case "neighbour":
+            return 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +119,9 @@ def routed_traffic(
     own = _most_loaded(cluster, _messages(kind, algorithm, groups[:1]))
     total = _most_loaded(cluster, _messages(kind, algorithm, groups))
     n = len(groups[0])
-    if geometry is not None:
+    if kind == "rotate":
+        hops = {min(cluster.crossed_level(group) for group in groups): 1}
+    elif geometry is not None:
         hops = {c.level: _num_hops(cluster, kind, algorithm, c) for c in geometry.crossings}
     else:
         outermost = min(cluster.crossed_level(group) for group in groups)
@@ -157,7 +164,7 @@ def _share(kind: StepKind, n: int) -> _Share:
             return _Share(ring=(n - 1) / n, tree=1.0, message=1 / n)
         case "all_gather" | "gather":
             return _Share(ring=n - 1, tree=n, message=1.0)
-        case "reduce" | "broadcast":
+        case "reduce" | "broadcast" | "rotate":
             return _Share(ring=1.0, tree=1.0, message=1.0)
         case "slice" | "mask":
             raise ValueError(f"{kind} sends nothing")
@@ -182,6 +189,8 @@ def _wire_bytes(
                 edge /= inner
         case "binomial":
             edge, flows = share.ring * ceil(log2(m)), 1
+        case "neighbour":
+            edge, flows = share.ring, 1
         case "direct":
             flows = inner * (1 if own_uplinks else inner)
             edge = share.message * flows
@@ -264,6 +273,8 @@ def _num_hops(cluster: Cluster, kind: StepKind, algorithm: Algorithm, crossing: 
             return both_ways * ceil(log2(crossing.members))
         case "direct" | "root":  # NCCL starts its messages one after another, gloo all at once
             return (crossing.members - 1) * crossing.inner if cluster.library == "nccl" else 1
+        case "neighbour":
+            return 1
 
 
 def _messages(kind: StepKind, algorithm: Algorithm, groups: tuple[tuple[int, ...], ...]) -> list[Message]:
@@ -278,6 +289,8 @@ def _messages(kind: StepKind, algorithm: Algorithm, groups: tuple[tuple[int, ...
             case "rings":
                 ring = [(device, ordered[(i + 1) % n]) for i, device in enumerate(ordered)]
                 messages += [(a, b, share.ring / 2) for a, b in (*ring, *((b, a) for a, b in ring))]
+            case "neighbour":
+                messages += [(device, group[(i + 1) % n], share.ring) for i, device in enumerate(group)]
             case "direct":
                 messages += [(a, b, share.message) for a in ordered for b in ordered if a != b]
             case "root" | "binomial":

@@ -15,6 +15,7 @@ a real network it matters which ranks talk, and sizes of the same groups may be 
 | accumulate/<bytes>                       | seconds of an addition in place that reads and writes so many bytes    |
 | segment/<digest>                         | seconds of a segment of a body with its collectives; see `segments`    |
 | overlap/compute, overlap/communication   | how many times longer a run, or a collective, takes while both go on   |
+| rest/seconds, rest/share                 | what a device that has waited makes good, and its share of a core      |
 """
 
 import hashlib
@@ -28,6 +29,7 @@ from planloom.blocks import BlockGraph
 from planloom.collective import StepKind
 from planloom.graph import Arg
 from planloom.program import Program, Run, StageProgram, piece_of
+from planloom.program.operations import ops_of
 
 Phase = Literal["forward", "backward"]
 
@@ -54,7 +56,10 @@ def run_fingerprint(blocks: BlockGraph, program: Program, run: Run) -> str:
     for part in run.blocks:
         block = blocks.blocks[part.block]
         piece = piece_of(block, part, coordinates, program.num_micro_batches)
-        for index in block.ops:
+        turn = part.turn
+        if turn is not None:  # all turns but the first and the last are alike
+            lines.append(["turn", min(turn.number, 1), turn.is_last])
+        for index in ops_of(blocks, part):
             op = graph.ops[index]
             tensors = []
             for name in (*op.inputs, *op.outputs):
@@ -135,6 +140,7 @@ def _word_key(key: str, number: int) -> str:
 _MASK_BITS = 48
 MEMORY_PREFIX, ACCUMULATE_PREFIX, SEGMENT_PREFIX = "memory/", "accumulate/", "segment/"
 OVERLAP_COMPUTE_KEY, OVERLAP_COMMUNICATION_KEY = "overlap/compute", "overlap/communication"
+REST_SECONDS_KEY, REST_SHARE_KEY = "rest/seconds", "rest/share"
 
 
 def sizes_measured(prefix: str, known: Iterable[str]) -> list[int]:

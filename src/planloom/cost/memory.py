@@ -23,6 +23,7 @@ from planloom.cost.eager.operators import Call, execute, is_known
 from planloom.cost.eager.tape import Node, Tape
 from planloom.cost.eager.values import Meter, Storage, Value, contiguous_strides, item_bytes
 from planloom.cost.eager.views import contiguous, local_part
+from planloom.cost.rings import with_queries
 from planloom.graph import Tensor, is_reference
 from planloom.graph.rules import ONE_HOT_FACTOR, flat
 from planloom.program import Operand, Operation, Program, Run, run_operations
@@ -51,8 +52,13 @@ class RunMemory:
 
 
 def run_memory(blocks: BlockGraph, program: Program, run: Run, *, fused: bool) -> RunMemory:
-    """Memory of one micro-batch of a run on one device, by liveness; `fused`: compiled."""
+    """Memory of one micro-batch of a run on one device, by liveness; `fused`: compiled, which rings are not.
+
+    Of a ring it is that of its opening, queries included; that of its turns is `rings.turn_memory`.
+    """
     operations = run_operations(blocks, run, num_micro=program.num_micro_batches)
+    if run.turn is not None:
+        return _EagerRun(blocks, with_queries(blocks, run), operations).memory()
     if fused:
         return _FusedRun(blocks, run, operations).memory()
     return _EagerRun(blocks, run, operations).memory()
@@ -132,7 +138,10 @@ class _EagerRun(_AbstractRun):
         entered = self._entered()
         wanted = [value.edge[0] for value in entered if value.edge is not None]
         outputs = self._forward(entered)
-        del entered, anchor
+        sent = (
+            [contiguous(self._tape, value.detached()) for value in outputs[:-1]] if self._run.turn is not None else []
+        )
+        del entered, anchor, sent
         forward_peak = self._meter.peak
         held = {id(value.storage) for value in (*self._inputs, *outputs)}
         kept = _saved([value.edge[0] for value in outputs if value.edge is not None])
@@ -174,7 +183,8 @@ class _EagerRun(_AbstractRun):
                 if operand.is_given and key not in table:
                     table[key] = self._given(operand)
             last["made", 0, operation.outputs[0].tensor] = i
-        kept = {("made", 0, slot.tensor) for slot in self._run.outputs}
+        results = [self._result(slot.tensor) for slot in self._run.outputs]
+        kept = set(results)
         finished: dict[int, list[Key]] = {}
         for key, i in last.items():
             if key not in kept:
@@ -183,7 +193,12 @@ class _EagerRun(_AbstractRun):
             table["made", 0, operation.outputs[0].tensor] = execute(self._tape, self._call(operation, table))
             for key in finished.get(i, ()):
                 del table[key]
-        return [table["made", 0, slot.tensor] for slot in self._run.outputs]
+        return [table[key] for key in results]
+
+    def _result(self, tensor: str) -> Key:
+        """Where an output lies; what opens a ring may hand on what it reads."""
+        read = [part.reads[tensor] for part in self._run.blocks if part.turn is not None and tensor in part.reads]
+        return ("slot", read[0], "") if read else ("made", 0, tensor)
 
 
 class _FusedRun(_AbstractRun):

@@ -21,6 +21,8 @@ from planloom.cost.keys import (
     MEMORY_PREFIX,
     OVERLAP_COMMUNICATION_KEY,
     OVERLAP_COMPUTE_KEY,
+    REST_SECONDS_KEY,
+    REST_SHARE_KEY,
     SEGMENT_PREFIX,
     Figure,
     Phase,
@@ -60,6 +62,21 @@ class Price:
     uncertainty: float = 0.0
     host_seconds: float = 0.0
     busy: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credit:
+    """What a device that has waited makes good: at most `seconds`, while it computes 1 / `share` times as fast.
+
+    That is a device under a quota, with this share of a core (`profile.rest`); others make nothing good.
+    """
+
+    seconds: float = 0.0
+    share: float = 1.0
+
+    def saved(self, rested_seconds: float, seconds: float) -> float:
+        """How much earlier work of so many seconds is over."""
+        return min(self.seconds, rested_seconds, (1 - self.share) * seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +163,11 @@ class Prices:
     def _class(self, program: Program, run: Run) -> object:
         """Equal for runs with equal work: those of the same place in equal segments, split alike."""
         parts = tuple(
-            (self._places[part.block], tuple((dim, tuple(d.size for d in ds)) for dim, ds in part.splits))
+            (
+                self._places[part.block],
+                tuple((dim, tuple(d.size for d in ds)) for dim, ds in part.splits),
+                None if part.turn is None else (min(part.turn.number, 1), part.turn.is_last),
+            )
             for part in run.blocks
         )
         return program.num_micro_batches, parts, tuple(slot.cotangent is None for slot in run.inputs)
@@ -197,6 +218,13 @@ class Prices:
     def communication_slowdown(self) -> float:
         """How many times longer communication takes while its devices compute."""
         return self._slowdown(OVERLAP_COMMUNICATION_KEY, 1.0)
+
+    @property
+    def credit(self) -> Credit:
+        """What a device makes good that has waited for others; unknown, it is none."""
+        if not self.measured_links or REST_SECONDS_KEY not in self.measured:
+            return Credit()
+        return Credit(seconds=self.measured[REST_SECONDS_KEY], share=self.measured[REST_SHARE_KEY])
 
     def _slowdown(self, key: str, modelled: float) -> float:
         return max(1.0, self.measured.get(key, modelled)) if self.measured_links else modelled

@@ -21,6 +21,7 @@ from planloom.cost.attention import attention_seconds
 from planloom.cost.efficiency import Efficiency, Estimate, efficiency_of, product_seconds
 from planloom.cost.fusion import RunPhase, run_kernels
 from planloom.cost.kernels import Attention, Kernel, Movement, Product
+from planloom.cost.rings import turn_kernels
 from planloom.program import Operation, Program, Run, run_operations
 
 STREAM_UNCERTAINTY = 0.15
@@ -54,6 +55,8 @@ def estimate_operations(
     blocks: BlockGraph, run: Run, operations: Sequence[Operation], phase: RunPhase, device: Device, *, fused: bool
 ) -> Estimate:
     """The same, where what the run executes is known already."""
+    if run.turn is not None:
+        return kernel_seconds(turn_kernels(blocks, run, operations, phase), device)
     return kernel_seconds(run_kernels(blocks.graph, run, operations, phase, fused=fused), device)
 
 

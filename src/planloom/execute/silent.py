@@ -61,6 +61,8 @@ class SilentWire(Wire):
         match step.kind:
             case "all_reduce" | "reduce":
                 return array.contiguous()  # as what arrives is
+            case "rotate":
+                return array.clone(memory_format=torch.contiguous_format)
             case "broadcast":
                 return array.contiguous() if holds else array.new_ones(sizes)
             case "all_gather":

@@ -204,6 +204,8 @@ class Wire:
                 return self._reduce_scatter(step, array, group, tag)
             case "all_to_all":
                 return self._all_to_all(step, array, group)
+            case "rotate":
+                return self._rotate(array, group, tag)
 
     def move_rows(
         self, steps: tuple[Step, ...], local: Tensor, mask: Tensor, sizes: tuple[int, ...], num_row_dims: int
@@ -337,6 +339,35 @@ class Wire:
     def _all_to_all(self, step: Step, array: Tensor, group: tuple[int, ...]) -> Finish:
         received = self._exchanged(_to_sorted(cut(array, step), group).contiguous(), group)
         return lambda: join(_from_sorted(received(), group), step)
+
+    def _rotate(self, array: Tensor, group: tuple[int, ...], tag: int) -> Finish:
+        """To the next member, from the one before: messages where gloo takes them, else an exchange that is empty but
+        for two of its parts."""
+        array, place = array.contiguous(), group.index(self.device)
+        after, before = group[(place + 1) % len(group)], group[place - 1]
+        received = torch.empty_like(array)
+        if array.device.type == "cpu" and self._is_gloo(group):
+            number = _FIRST_RING_TAG + 2 * (tag % _NUM_RING_TAGS)
+            with _on_the_wire():
+                works = [dist.irecv(received, before, tag=number), dist.isend(array, after, tag=number)]
+
+            def finish() -> Tensor:
+                for work in works:
+                    _wait(work)
+                return received
+
+            return finish
+        order, count = sorted(group), array.numel()
+        with _on_the_wire():
+            exchanged = dist.all_to_all_single(
+                received.view(-1),
+                array.view(-1),
+                output_split_sizes=[count if rank == before else 0 for rank in order],
+                input_split_sizes=[count if rank == after else 0 for rank in order],
+                group=self.process_group(group),
+                async_op=True,
+            )
+        return _after(exchanged, lambda: received)
 
     def _exchanged(self, pieces: Tensor, group: tuple[int, ...]) -> Finish:
         """Piece q of every member goes to the member q, in the order of ranks."""

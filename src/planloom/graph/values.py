@@ -186,13 +186,24 @@ class Graph:
 
     @cached_property
     def _with_cotangent(self) -> frozenset[str]:
-        """What the loss depends on by derivatives: not given tensors, integers, statistics, nor what only they read."""
+        """What the loss depends on by derivatives, and what depends on a parameter.
+
+        Neither given tensors, integers, statistics nor what only they read; nor what is made of detached tensors alone.
+        """
         found = {self.loss}
         for op in reversed(self.ops):
             if not found.intersection(op.outputs):
                 continue
-            if op.rule is not None and not op.rule.differentiable:
+            if not _passes_cotangents(op):
                 found.difference_update(op.outputs)
                 continue
             found.update(name for name in op.inputs if self.tensors[name].is_float and name not in self.given_names)
-        return frozenset(found)
+        learned = set(self.parameters)
+        for op in self.ops:
+            if _passes_cotangents(op) and learned.intersection(op.inputs):
+                learned.update(op.outputs)
+        return frozenset(found & learned)
+
+
+def _passes_cotangents(op: Op) -> bool:
+    return op.rule is None or op.rule.differentiable

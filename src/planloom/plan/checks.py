@@ -24,7 +24,7 @@ def require_plan(plan: Plan, blocks: BlockGraph) -> None:
     _require_stages(plan, blocks)
     require_times(plan, blocks)
     _require_recompute(plan, blocks)
-    _require_orders(plan)
+    _require_orders(plan, blocks)
 
 
 def _require_updates(blocks: BlockGraph) -> None:
@@ -188,8 +188,15 @@ def _require_recompute(plan: Plan, blocks: BlockGraph) -> None:
         )
 
 
-def _require_orders(plan: Plan) -> None:
-    require_orders(plan.orders, len(plan.meshes), plan.num_micro_batches)
+def detached_stages(plan: Plan, blocks: BlockGraph) -> frozenset[int]:
+    """The stages in which nothing carries a cotangent, as in all but the last pass of a model that recycles."""
+    graph = blocks.graph
+    with_cotangents = {plan.stages[b.index] for b in blocks.blocks if any(map(graph.is_differentiable, b.outputs))}
+    return frozenset(range(len(plan.meshes))) - with_cotangents
+
+
+def _require_orders(plan: Plan, blocks: BlockGraph) -> None:
+    require_orders(plan.orders, len(plan.meshes), plan.num_micro_batches, detached=detached_stages(plan, blocks))
     called_by = sharers(plan.orders)
     for stage in range(len(plan.meshes)):
         members = plan.members(plan.group_of(stage))

@@ -1,7 +1,8 @@
 """Is an order valid? Every piece once, in its place, after what it needs; and held micro-batches within a bound.
 
 pieces         every stage calls, for every micro-batch, forward and backward, or forward, input-gradient and
-               weight-gradient; or, for inference, forwards only and nothing else
+               weight-gradient; or forwards only: all of them, for inference, or the first ones, if nothing in them
+               carries a cotangent
 places         the calls of one stage and micro-batch are on one device group, whose mesh is like the stage's own; or,
                of a shared stage, on every group that shares it, and all groups come to them in one order
 dependencies   the calls can be carried out group by group in their order (`timing`): no cycle
@@ -10,19 +11,27 @@ rendezvous     and so they can if a send blocks until it is received: `sends_may
 memory         no group holds the activations of more micro-batches and stages than a bound that was given
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 from planloom.errors import PlanError
-from planloom.plan.orders import Call, Orders, sharers
+from planloom.plan.orders import Call, Orders, sharers, without_backward
 from planloom.plan.timing import Piece, StageTimes, makes, most_held, needs, refuse_stuck, time_orders
 
 _PASSING = ("backward", "input-gradient")
 _WHOLE = ({"forward", "backward"}, {"forward", "input-gradient", "weight-gradient"})
 
 
-def require_orders(orders: Orders, num_stages: int, num_micro: int, *, max_held: int | None = None) -> None:
-    """Refuse orders that are not valid, with the reason."""
+def require_orders(
+    orders: Orders,
+    num_stages: int,
+    num_micro: int,
+    *,
+    max_held: int | None = None,
+    detached: Set[int] = frozenset(),
+) -> None:
+    """Refuse orders that are not valid, with the reason; `detached`: the stages in which nothing has a cotangent."""
     _require_pieces(orders, num_stages, num_micro)
+    _require_backwards(orders, detached)
     carry_out(orders, num_stages, with_lag=False)
     if max_held is not None:
         require_held(orders, max_held)
@@ -59,11 +68,11 @@ def _require_pieces(orders: Orders, num_stages: int, num_micro: int) -> None:
                     required="all calls of a stage and micro-batch on one group: what its forward saved is there",
                 )
             phases.setdefault((*piece, group), []).append(call.phase)
-    is_inference = all(call.phase == "forward" for order in orders for call in order)
+    forward_only = without_backward(orders)
     for stage in range(num_stages):
         for micro, group in ((m, g) for m in range(num_micro) for g in shared.get(stage, (homes.get((stage, m), 0),))):
             found = phases.get((stage, micro, group), [])
-            if found == ["forward"] and is_inference:
+            if found == ["forward"] and stage in forward_only:
                 continue
             if len(found) != len(set(found)) or set(found) not in _WHOLE:
                 raise PlanError(
@@ -78,6 +87,22 @@ def _require_pieces(orders: Orders, num_stages: int, num_micro: int) -> None:
                     required=f"forward and backward (or input-gradient and weight-gradient) of {num_micro} "
                     "micro-batches",
                 )
+
+
+def _require_backwards(orders: Orders, detached: Set[int]) -> None:
+    """Stages that are called forward only are those through which no cotangent passes; or the order trains nothing."""
+    forward_only = without_backward(orders)
+    with_backward = {call.stage for order in orders for call in order} - forward_only
+    for stage in sorted(forward_only) if with_backward else ():
+        if stage not in detached or min(with_backward) < stage:
+            has = "it has gradients" if stage not in detached else f"stage {min(with_backward)} before it has one"
+            raise PlanError(
+                f"stage {stage} is called forward only, but {has}",
+                given=f"no backward of stages {', '.join(map(str, sorted(forward_only)))}",
+                required="forwards alone of the first stages only, and of stages in which nothing carries a cotangent: "
+                f"{', '.join(map(str, sorted(detached))) or 'none here'}",
+                todo="call a backward of every micro-batch in this stage, or cut the stages where the model is detached",
+            )
 
 
 def carry_out(orders: Orders, num_stages: int, *, with_lag: bool) -> None:
@@ -132,14 +157,14 @@ def sends_may_lag(orders: Orders, num_stages: int) -> bool:
             mine = place.get((call.stage, call.micro - 1, True))
             if call.stage == 0 or call.phase not in _PASSING or mine is None or mine[0] != group or mine[1] > at:
                 continue
-            receiver, position = place[call.stage - 1, call.micro - 1, True]
+            receiver, position = place.get((call.stage - 1, call.micro - 1, True), (group, 0))
             if receiver != group and timed[receiver][max(0, position - 1)].start > later.start:
                 return False
     return True
 
 
 def _places(orders: Orders) -> Mapping[Piece, tuple[int, int]]:
-    """Where every cotangent is made: (group, place in its order)."""
+    """Where every cotangent is made: (group, place in its order). A stage that is called forward only takes none."""
     return {
         made: (group, i)
         for group, order in enumerate(orders)
@@ -155,7 +180,7 @@ def _is_received(call: Call, group: int, place: Mapping[Piece, tuple[int, int]],
     mine = place.get((call.stage, call.micro - 1, True))
     if mine is None or mine[0] != group or mine[1] > at[group]:
         return True  # not made here, or not yet: nothing is in flight
-    receiver, position = place[call.stage - 1, call.micro - 1, True]
+    receiver, position = place.get((call.stage - 1, call.micro - 1, True), (group, 0))
     return receiver == group or at[receiver] >= position - 1
 
 

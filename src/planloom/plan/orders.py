@@ -24,6 +24,7 @@ The schedules here are loops; those in `folded` are found by carrying them out. 
     chimera       2 (one a copy)   no closed form here; M and G even                           G + 2
     interlaced    1 and two shared (G − 1)(F + B) beside the shared stages' seconds            about 3 G / 2, of layers
     inference     1                (G − 1) F                                                   none
+    3f1b          k (3)            (G − 1)(F + B) where M ≥ G: k forwards and one B each       less than 2 G
 """
 
 from collections.abc import Callable, Sequence
@@ -107,8 +108,7 @@ def interleaved(num_stages: int, num_micro: int, *, stages_per_group: int = 2) -
     of micro-batches is no multiple of the groups, some of these rounds are larger: smaller ones would wait in a cycle.
     """
     groups = num_groups("interleaved", num_stages, stages_per_group)
-    count = max(1, num_micro // groups)
-    rounds = [range(i * num_micro // count, (i + 1) * num_micro // count) for i in range(count)]
+    rounds = _rounds(num_micro, groups)
     longest = max(map(len, rounds))
     orders = []
     for group in range(groups):
@@ -156,9 +156,45 @@ def zero_bubble_h1(num_stages: int, num_micro: int) -> Orders:
     return tuple(orders)
 
 
+def k_forwards_one_backward(num_stages: int, num_micro: int, *, stages_per_group: int = 3) -> Orders:
+    """3F1B (SuperScaler, Lin 2023) for a model that runs k times and is differentiated through the last time only.
+
+    Group g holds stage g of every pass, g + G of the second, …; only the last pass is called backward. As many
+    micro-batches as there are groups go through one pass, then through the next: the last group passes them on to the
+    first as fast as that can take them. Then every group calls k forwards and a backward in turn. A group is k
+    forwards, one micro-batch, ahead of the group behind it for every backward: a cotangent needs B for the way that an
+    activation goes in F, and the forwards between are what the group has to do meanwhile.
+    """
+    groups = num_groups("3f1b", num_stages, stages_per_group)
+    rounds = _rounds(num_micro, groups)
+    longest = max(map(len, rounds))
+    orders = []
+    for group in range(groups):
+        forwards = [forward(s, m) for micros in rounds for s in range(group, num_stages, groups) for m in micros]
+        ahead = (stages_per_group - 1) * longest + stages_per_group * (groups - group - 1) + 1
+        calls = forwards[:ahead]
+        for m in range(num_micro):
+            first = ahead + stages_per_group * m
+            calls += [backward(num_stages - groups + group, m), *forwards[first : first + stages_per_group]]
+        orders.append(tuple(calls))
+    return tuple(orders)
+
+
 def inference(num_stages: int, num_micro: int) -> Orders:
     """Forwards only."""
     return tuple(tuple(forward(stage, m) for m in range(num_micro)) for stage in range(num_stages))
+
+
+def without_backward(orders: Orders) -> frozenset[int]:
+    """The stages that are called forward only."""
+    calls = {(call.stage, call.phase == "forward") for order in orders for call in order}
+    return frozenset(stage for stage, is_forward in calls if is_forward and (stage, False) not in calls)
+
+
+def _rounds(num_micro: int, groups: int) -> list[range]:
+    """Micro-batches in rounds of as many as there are groups, or more where they do not divide."""
+    count = max(1, num_micro // groups)
+    return [range(i * num_micro // count, (i + 1) * num_micro // count) for i in range(count)]
 
 
 def _alternating(forwards: Sequence[Call], backwards: Sequence[Call], *, warm_up: int) -> tuple[Call, ...]:

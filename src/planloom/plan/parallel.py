@@ -60,7 +60,7 @@ def tensor_parallel(
         splits = _block_axes(written.blocks, block, is_inner, (axis, second), sequence=sequence, vocab=vocab)
         mesh = written.meshes[written.stages[block.index]]
         for dim, over in splits.items():
-            size = mesh.axis(over).size if over else 1
+            size = next((own.size for own in mesh.axes if own.name == over), 1)
             if size > 1 and any(d.name.split(".")[0] == dim and d.size % size == 0 for d in block.dims):
                 written = written.split(block.name, **{dim: over})
     return written
@@ -126,7 +126,7 @@ def slices(mesh: Mesh, axis: str) -> list[Mesh]:
 
 def even_stages(blocks: BlockGraph, num_stages: int) -> tuple[int, ...]:
     """Cut the sequence of blocks where few tensors cross, as near as possible to equal work."""
-    work = [sum(op_work(blocks.graph, i) for i in block.ops) for block in blocks.blocks]
+    work = [block_work(blocks.graph, block) for block in blocks.blocks]
     count, total = len(work), sum(work)
     crossing = [
         sum(1 for t, users in blocks.consumers.items()
@@ -189,7 +189,7 @@ def is_head(blocks: BlockGraph, block: Block) -> bool:
     return _is_map(block) and any(b.name.startswith("loss") and b.dim("vocab") is not None for b in readers)
 
 
-def op_work(graph: Graph, index: int) -> int:
-    rule = graph.ops[index].rule
-    assert rule is not None
-    return prod(rule.sizes.values())
+def block_work(graph: Graph, block: Block) -> int:
+    """How much a block computes, in no unit: the product of all dims of its operators, summed."""
+    rules = [graph.ops[index].rule for index in block.ops]
+    return sum(prod(rule.sizes.values()) for rule in rules if rule is not None)

@@ -12,6 +12,7 @@ from planloom.plan.orders import (
     gpipe,
     inference,
     interleaved,
+    k_forwards_one_backward,
     looped,
     one_forward_one_backward,
     zero_bubble_h1,
@@ -33,7 +34,9 @@ ORDERS: Mapping[str, OrderFunction] = MappingProxyType(
 )
 SHARED_ORDERS: Mapping[str, OrderFunction] = MappingProxyType({"interlaced": interlaced})
 """With stages that all groups share: plans for them say which (`plan.families`)."""
-_ALL: Mapping[str, OrderFunction] = MappingProxyType({**ORDERS, **SHARED_ORDERS})
+RECYCLED_ORDERS: Mapping[str, OrderFunction] = MappingProxyType({"3f1b": k_forwards_one_backward})
+"""For models that run several times and are differentiated through the last time only (`plan.families`)."""
+_ALL: Mapping[str, OrderFunction] = MappingProxyType({**ORDERS, **SHARED_ORDERS, **RECYCLED_ORDERS})
 OTHER_NAMES = {"zb": "zb-h1", "zbv": "zb-v", "breadth-first": "looped"}
 _FOLDED = ("zb-v", "dualpipe-v")
 
@@ -56,16 +59,22 @@ def takes_several(schedule: str) -> bool:
     return "stages_per_group" in signature(_ALL[schedule]).parameters and schedule != "gpipe"
 
 
+def num_passes(schedule: str, chosen: int = 0) -> int:
+    """How often a micro-batch goes through all groups as one sequence of stages: of one pass one says how many."""
+    return stages_per_group(schedule, chosen) if schedule in RECYCLED_ORDERS else 1
+
+
 def stages_per_group(schedule: str, chosen: int = 0) -> int:
     """Stages that a schedule puts on a device group: `chosen`, where it may be; else two or one."""
     if takes_several(schedule):
-        return chosen or 2
+        default = signature(_ALL[schedule]).parameters["stages_per_group"].default
+        return chosen or int(default)
     fixed = 2 if schedule in _FOLDED else 1
     if chosen and chosen != fixed:
         raise PlanError(
             f"schedule {schedule} has {fixed} stage{'s' * (fixed > 1)} a device group",
             given=f"{chosen} a group",
-            required=f"{fixed}, or one of {sorted(name for name in ORDERS if takes_several(name))}",
+            required=f"{fixed}, or one of {sorted(name for name in _ALL if takes_several(name))}",
         )
     return fixed
 

@@ -161,12 +161,16 @@ def refuse_stuck(orders: Orders, at: Sequence[int], num_stages: int, done: objec
 
 
 def most_held(order: Sequence[Call]) -> int:
-    """The most forwards whose backward, or weight-gradient where that is apart, is yet to come."""
+    """The most forwards whose backward, or weight-gradient where that is apart, is yet to come.
+
+    A stage that is called forward only keeps nothing.
+    """
     ends = {"backward": -1, "weight-gradient": -1, "forward": 1, "input-gradient": 0}
-    if not any(call.phase in ("backward", "weight-gradient") for call in order):
+    keeping = {call.stage for call in order if call.phase in ("backward", "weight-gradient")}
+    if not keeping:
         return min(1, len(order))  # nothing is kept
     held = most = 0
     for call in order:
-        held += ends[call.phase]
+        held += ends[call.phase] if call.stage in keeping else 0
         most = max(most, held)
     return most

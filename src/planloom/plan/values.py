@@ -53,13 +53,15 @@ class TimeAxis:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """`strategies[i]`: for block i, dim → axes, space axes before time axes; `stages[i]`: the stage of block i;
-    `meshes[s]`: the mesh of stage s. Stages with one mesh share a *device group*; groups are counted as stages first
-    name them, those that are *shared*, a union of others' devices, last. The others are *roles*: `orders[g]` lists the
-    calls of role g; an empty tuple of orders is not a plan. A role that calls a stage of another one holds a copy of
-    it; a shared stage is called by all roles in its mesh, each its share. `recompute`: the segments, by their numbers
-    in `find_segments`, whose activations are recomputed in the backward and not kept. `times`: the time axes beside
-    the micro-batches. `cluster`, if given, is the text of the cluster file whose links decide between collective
-    programs; else the bytes that they move do. `source`: how the model was named on the command line.
+    `meshes[s]`: the mesh of stage s.
+
+    Stages with one mesh share a *device group*; groups are counted as stages first name them, those that are *shared*,
+    a union of others' devices, last. The others are *roles*: `orders[g]` lists the calls of role g; an empty tuple of
+    orders is not a plan. A role that calls a stage of another one holds a copy of it; a shared stage is called by all
+    roles in its mesh, each its share. `recompute`: the segments, by their numbers in `find_segments`, whose
+    activations are recomputed in the backward and not kept. `times`: the time axes beside the micro-batches.
+    `cluster`, if given, is the text of the cluster file whose links decide between collective programs; else the bytes
+    that they move do. `source`: how the model was named on the command line.
     """
 
     name: str

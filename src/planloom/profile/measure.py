@@ -3,6 +3,9 @@
 Without a process group one process measures runs and updates: shards are symmetric, so any coordinates do. With one,
 all ranks measure the same thing at the same time, as they will compute at the same time in training, and what is sent
 is measured, too. What does not fit into memory is left out with the reason.
+
+On CPUs what is computed is measured in rounds (`rounds`): all of it once, then all of it again. What is sent is not:
+the links' bandwidth decides.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -22,7 +25,9 @@ from planloom.graph import RANDOM_STATE
 from planloom.profile.capacity import too_large, why_not
 from planloom.profile.links import measure_collective, measure_exchange, measure_overlap, measure_sum
 from planloom.profile.memory import measure_peak_bytes
-from planloom.profile.runs import MakeLocal, Measured, RunBench, measure_run
+from planloom.profile.rest import measure_rest
+from planloom.profile.rounds import NUM_ROUNDS, Rounds
+from planloom.profile.runs import MakeLocal, Measured, RunBench, measure_run, measure_run_again
 from planloom.profile.timing import BUDGET_SECONDS, slowest, time_phases
 from planloom.profile.work import Collectives, Work, missing_work, work_of
 from planloom.program import Program, Run
@@ -73,19 +78,23 @@ def measure_programs(
     has_links = with_links and dist.is_initialized() and dist.get_world_size() > 1
     work = work_of(blocks, programs, with_links=has_links)
     wire = Wire(dist.get_rank(), timeout_seconds=_TIMEOUT_SECONDS) if has_links else None
-    measured: Measured = {}
+    rounds = Rounds()
     try:
-        tasks = _tasks(bench, work, missing_work(work, agreed(known)), wire)
-        progress(0, len(tasks))
-        for i, task in enumerate(tasks):
-            found = task()
-            save(found)
-            measured.update(found)
-            progress(i + 1, len(tasks))
+        missing = missing_work(work, agreed(known))
+        tasks = _tasks(bench, work, missing, wire)
+        num_later = NUM_ROUNDS[device.type] - 1
+        total = len(tasks) + num_later * (len(missing.runs) + len(missing.updates))
+        progress(0, total)
+        done = 0
+        for number in range(1 + num_later):
+            for task in tasks if number == 0 else _tasks_again(bench, missing, rounds, backwards=number % 2 == 1):
+                save(rounds.add(task()))
+                done += 1
+                progress(done, total)
     finally:
         if wire is not None:
             wire.close()
-    return measured
+    return rounds.measured
 
 
 def agreed(known: Collection[str]) -> Collection[str]:
@@ -121,7 +130,16 @@ def _tasks(bench: _Bench, whole: Work, work: Work, wire: Wire | None) -> list[Ta
                 tasks.append(partial(measure_exchange, wire, link, num_bytes, bench.device, budget_seconds=budget))
     if work.overlap:
         tasks.append(partial(_measure_overlap, bench, whole.runs, wire))
+    if work.rest:
+        tasks.append(partial(measure_rest, bench.device))
     return tasks
+
+
+def _tasks_again(bench: _Bench, work: Work, rounds: Rounds, *, backwards: bool) -> list[Task]:
+    """What is computed, once more; what did not fit gives nothing again."""
+    tasks: list[Task] = [partial(_measure_again, bench, rounds, f, *of) for f, of in work.runs.items()]
+    tasks += [partial(_measure_update, bench, key, *of) for key, of in work.updates.items()]
+    return tasks[::-1] if backwards else tasks
 
 
 def _measure_run(bench: _Bench, fingerprint: str, program: Program, run: Run) -> Measured:
@@ -136,6 +154,13 @@ def _measure_run(bench: _Bench, fingerprint: str, program: Program, run: Run) ->
 
     reason = why_not(bench.blocks, program, run, bench.device)
     return _fitting(bench, run_key(fingerprint, "forward"), reason, prepare, measure)
+
+
+def _measure_again(bench: _Bench, rounds: Rounds, fingerprint: str, program: Program, run: Run) -> Measured:
+    if run_key(fingerprint, "forward") not in rounds.measured:  # it does not fit
+        return {}
+    ready = RunBench(bench.blocks, program, run, bench.given, bench.device, bench.make_local)
+    return measure_run_again(ready, fingerprint, rounds.first, budget_seconds=bench.budget_seconds)
 
 
 def _measure_update(bench: _Bench, key: str, sizes: list[int], dtypes: list[str]) -> Measured:

@@ -117,6 +117,22 @@ def measure_run(bench: RunBench, fingerprint: str, *, budget_seconds: float = BU
     return found
 
 
+def measure_run_again(bench: RunBench, fingerprint: str, first: Measured, *, budget_seconds: float) -> Measured:
+    """Its seconds in a later round; those without weight gradients in the ratio to the backward's of the first."""
+    bench.get_ready()
+    phases = {"forward": bench.forward, "backward": bench.backward}
+    timings = time_phases(phases, bench.device, budget_seconds=budget_seconds)
+    forward, backward, input_gradient = (
+        run_key(fingerprint, figure) for figure in ("forward", "backward", "input_gradient")
+    )
+    ratio = timings["backward"].seconds / first[backward][0]
+    return {
+        forward: (timings["forward"].seconds, timings["forward"].spread),
+        backward: (timings["backward"].seconds, timings["backward"].spread),
+        input_gradient: (ratio * first[input_gradient][0], ratio * first[input_gradient][1]),
+    }
+
+
 def _input_gradient(bench: RunBench, backward: Timing, budget_seconds: float) -> Timing:
     if bench.separates_gradients:
         phases = {"forward": bench.forward, "input_gradient": bench.input_gradient}

@@ -14,6 +14,7 @@ from planloom.blocks import BlockGraph
 from planloom.collective import Step, local_sizes_after
 from planloom.cost.keys import (
     OVERLAP_COMPUTE_KEY,
+    REST_SECONDS_KEY,
     accumulate_key,
     collective_prefix,
     exchange_prefix,
@@ -25,6 +26,7 @@ from planloom.cost.keys import (
 )
 from planloom.program import Program, Run, Send, Transfer, collectives_in
 from planloom.program.shared import between_roles
+from planloom.program.sizes import mask_bytes_of_steps
 
 COVERED_RATIO = 2.0
 MEMORY_ELEMENTS = (1 << 10, 1 << 14, 1 << 18, 1 << 22)
@@ -56,11 +58,12 @@ class Work:
     links: dict[str, Collectives | Exchanges]
     memory: tuple[int, ...]
     overlap: bool
+    rest: bool
 
     @property
     def num_tasks(self) -> int:
         links = sum(len(link.sizes) for link in self.links.values())
-        return len(self.runs) + len(self.updates) + links + len(self.memory) + self.overlap
+        return len(self.runs) + len(self.updates) + links + len(self.memory) + self.overlap + self.rest
 
 
 def work_of(blocks: BlockGraph, programs: Sequence[Program], *, with_links: bool) -> Work:
@@ -83,7 +86,7 @@ def work_of(blocks: BlockGraph, programs: Sequence[Program], *, with_links: bool
                 pairs = tuple(sorted({(t.source, t.target) for t in transfers}))
                 links.setdefault(exchange_prefix(pairs), Exchanges(pairs=pairs)).sizes.add(num_bytes)
     memory = tuple(3 * 4 * count for count in MEMORY_ELEMENTS)
-    return Work(runs=runs, updates=updates, links=links, memory=memory, overlap=bool(links))
+    return Work(runs=runs, updates=updates, links=links, memory=memory, overlap=bool(links), rest=bool(links))
 
 
 def missing_work(work: Work, known: Collection[str]) -> Work:
@@ -101,6 +104,7 @@ def missing_work(work: Work, known: Collection[str]) -> Work:
         links=links,
         memory=tuple(size for size in work.memory if accumulate_key(size) not in known),
         overlap=work.overlap and OVERLAP_COMPUTE_KEY not in known,
+        rest=work.rest and REST_SECONDS_KEY not in known,
     )
 
 
@@ -133,6 +137,9 @@ def _steps(blocks: BlockGraph, program: Program) -> Iterator[tuple[Step, int]]:
             for instruction in body:
                 parts = collectives_in(instruction)
                 dims = [part.sizes for part in parts]
+                for part in parts:
+                    masks = zip(part.steps, mask_bytes_of_steps(part), strict=True)
+                    yield from ((step, num_bytes) for step, num_bytes in masks if num_bytes)
                 for steps in zip(*(part.steps for part in parts), strict=True):
                     of = zip((part.tensor for part in parts), dims, strict=True)
                     if not steps[0].is_local:

@@ -63,6 +63,8 @@ class StageBodies:
         self.gradients: dict[str, dict[Layout, Buffer]] = {}
         self.imported_gradients: dict[str, list[Buffer]] = {}
         self.gathers: dict[str, set[Buffer]] = {}
+        self.early: set[Buffer] = set()
+        """What else is started one run before the run that reads it."""
         self.buckets: dict[int, list[Collective | Coalesced]] = {}
         """By stage: reductions of gradients that its last backward starts."""
 
@@ -90,7 +92,7 @@ class StageBodies:
 
     def _finished_way(self, way: int, ways: Ways) -> Bodies:
         """The bodies that the micro-batches of one way go through."""
-        gathered = frozenset(b for found in self.gathers.values() for b in found)
+        gathered = frozenset(b for found in self.gathers.values() for b in found) | self.early
         parts = sorted((body for part, body in self.parts.items() if part.way == way), key=lambda b: b.part.stage)
         written: dict[tuple[Part, Phase], Sequence[Instruction]] = {}
         for part in parts:

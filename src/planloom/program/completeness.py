@@ -58,7 +58,7 @@ class Completeness:
         for tensor, indices in self.blocks.consumers.items():
             for block in (self.blocks.blocks[index] for index in indices):
                 if self.gives_cotangents(block):
-                    lacking = whole(tuple(self._size(dim) for dim in block.dims if tensor not in dim.shards))
+                    lacking = whole(tuple(self._size(dim) for dim in block.all_dims if tensor not in dim.shards))
                     found.setdefault(tensor, {})[block.name] = lacking
         return found
 

@@ -30,8 +30,8 @@ def reads(instruction: Instruction) -> tuple[Buffer, ...]:
     match instruction:
         case Forward(inputs=inputs):
             return inputs
-        case Backward(cotangents=cotangents):
-            return tuple(buffer for buffer in cotangents if buffer is not None)
+        case Backward(cotangents=cotangents, again=again):
+            return (*(buffer for buffer in cotangents if buffer is not None), *again)
         case Collective(source=source, rows=rows):
             return (source,) if rows is None else (source, rows)
         case Coalesced(collectives=collectives):

@@ -76,7 +76,7 @@ class Gradients:
     def update(self, s: int, readers: Mapping[str, Set[int]]) -> None:
         """One optimizer step of a group, and the gathering of what it updated in shards.
 
-        `readers`: for every parameter the stages of the plan that read it.
+        `readers`: for every parameter the stages of the plan that read it and give it a gradient.
         """
         stage = self.stages[s]
         updated = [home for home in self.parameters.values() if home.stage == s and home.name in stage.gradients]

@@ -19,37 +19,30 @@ Stages of one group pass tensors on without an exchange. A copy of a stage has r
 from the stage's home once a step, and its gradients go there: partial sums, as those of any second reader.
 
 Communication starts where its source is ready and is awaited where its result is needed. A send to a later stage is
-awaited in the backward of the same micro-batch, whose cotangent proves that it arrived; a cotangent's send in the next
-backward, or, where an order would then block, at the end of the step. So no order of calls can block on a send, and
-the verifier proves it for each program.
+awaited in the backward of the same micro-batch, whose cotangent proves that it arrived, or, if the stage is called
+forward only, in that of a later stage of the group; a cotangent's send in the next backward, or, where an order would
+then block, at the end of the step. So no order of calls can block on a send, and the verifier proves it for each
+program.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
 from planloom.collective import DigitsPrice
-from planloom.errors import PlanError
 from planloom.layout import Layout
-from planloom.plan import Plan
-from planloom.plan.orders import Phase
-from planloom.plan.shared import find_lags
-from planloom.program.bodies import PartBodies, StageBodies, Use, of_role
-from planloom.program.connect import Connections
-from planloom.program.gradients import Gradients, junction
-from planloom.program.loops import LoopWriter, find_loops
+from planloom.program.bodies import Use, of_role
+from planloom.program.gradients import junction
 from planloom.program.loss import LOSS, LOSS_TOTAL, complete_loss
-from planloom.program.recompute import Recomputation, find_recomputations, masks_of, runs_with_backward
-from planloom.program.schedule import Part, Ways
-from planloom.program.shared import spread
-from planloom.program.storage import is_gathered, is_scattered, store_parameters
+from planloom.program.recompute import Recomputation
+from planloom.program.schedule import Ways
+from planloom.program.storage import is_scattered
 from planloom.program.transform import Splits
 from planloom.program.values import (
     Accumulate,
     Backward,
     Buffer,
     Collective,
-    Forward,
     Free,
     Instruction,
     Program,
@@ -58,10 +51,10 @@ from planloom.program.values import (
     Seed,
     Slot,
     StageProgram,
-    StoredParameter,
     Wait,
     WeightGradient,
 )
+from planloom.program.writer import Writer
 
 
 def materialize(splits: Splits, runs: tuple[Run, ...], ways: Ways, price: DigitsPrice) -> Program:
@@ -100,63 +93,18 @@ class _Again:
     values: dict[Use, Buffer]
 
 
-class _Builder:
-    """Writes the bodies of all groups, way by way; `part` is the one that is being written."""
-
-    part: PartBodies
-
-    def __init__(self, splits: Splits, runs: tuple[Run, ...], ways: Ways, price: DigitsPrice) -> None:
-        self.splits, self.ways = splits, ways
-        self.runs = list(runs)
-        """The runs of stages at home, then those of copies and of other moments."""
-        self.loops, self.base = find_loops(splits, runs)
-        """The runs of stages at home; a scope is one run."""
-        self.graph = splits.blocks.graph
-        self.parameters = store_parameters(splits)
-        self.stages = [StageBodies() for _ in splits.plan.groups]
-        self.connections = Connections(splits, price, lambda _, slot: self._value(slot))
-        self.gradients = Gradients(self.connections, self.parameters, self.stages)
-        self.made = {slot.tensor: (run, slot) for run in self.base for slot in run.outputs}
-        """By tensor: the run of its stage, at home, and the slot."""
-        self.trains = any(call.phase != "forward" for order in splits.plan.orders for call in order)
-        self.with_backward = runs_with_backward(self.graph, self.base) if self.trains else frozenset()
-        self.with_backward_inside = runs_with_backward(self.graph, runs) if self.trains else frozenset()
-        self.entered: dict[tuple[Part, int], list[Buffer]] = {}
-        """What the backward of a loop reads: by its part and first run."""
-        recomputations = find_recomputations(splits, self.base, self.with_backward)
-        self.recomputed_before = {found.first_backward: found for found in recomputations}
-        """By the run whose backward is the first to need it."""
-        self.recomputed = frozenset(index for found in recomputations for index in found.saving)
-        self.masks = masks_of(self.graph)
-        self.lag = find_lags(splits.plan.orders, len(splits.plan.meshes))
-        self.copies: dict[tuple[int, int, int], int] = {}
-        self.imports: dict[tuple[str, int], tuple[int, Slot]] = {}
-        phases = _phases(splits.plan, ways)
-        for part in ways.parts():
-            stage = self.stages[part.group]
-            stage.parts[part] = PartBodies(part=part, phases=phases.get(part, frozenset()))
-        self._require_storage()
-
-    def _require_storage(self) -> None:
-        split = any(part.is_split for stage in self.stages for part in stage.parts.values())
-        gathered = [name for name, how in self.splits.plan.storage.items() if how.kind == "zero3"]
-        if split and gathered:
-            raise PlanError(
-                "weight-gradients apart do not go with parameters that are gathered for every use",
-                given=f"zero3 for {gathered[0]}" + (f" and {len(gathered) - 1} others" if gathered[1:] else ""),
-                required="zero1 or zero2 under this schedule, or a schedule with whole backwards",
-            )
+class _Builder(Writer):
+    """Writes forwards, recomputations and backwards."""
 
     def build(self) -> None:
-        base = self.base
         for way, homes in enumerate(self.ways.homes):
-            self.imports = self._find_imports(base, homes)
-            for run in base:
+            self.imports = self._find_imports(self.base, homes)
+            for run in self.base:
                 self._enter(way, homes, run)
-                self._forward(run, self._copy(run))
-            for run in reversed(base):
+                self._forward(run, self._opened(run))
+            for run in reversed(self.base):
                 self._enter(way, homes, run)
-                self._backward(run, self._copy(run))
+                self._backward(run, self._opened(run))
             for part in self._parts(way):
                 part.gradient_body.extend(part.delayed)
                 part.delayed = []
@@ -169,118 +117,6 @@ class _Builder:
         makers = dict.fromkeys((run.stage, *(way[self._stage_of(run)] for way in self.ways.homes)))
         told = set(range(self.ways.num_roles)).difference(self.splits.plan.members(run.stage))
         complete_loss(self.connections, self.stages, slot, makers, sorted(told))
-
-    @property
-    def loss_group(self) -> int:
-        """The group of the stage that makes the loss."""
-        return self.made[self.graph.loss][0].stage
-
-    def stored(self, group: int) -> list[StoredParameter]:
-        """A group's parameters; of a shared one, in buffers of its own."""
-        found = []
-        for p in self.parameters.values():
-            if p.stage == group:
-                of = group if group >= self.ways.num_roles else -1
-                gathers = sorted(self.stages[group].gathers.get(p.name, ()))
-                own = tuple(replace(buffer, of=of) for buffer in gathers)
-                found.append(replace(p, buffer=replace(p.buffer, of=of), gathers=own))
-        return found
-
-    def _parts(self, way: int) -> list[PartBodies]:
-        return [body for stage in self.stages for part, body in stage.parts.items() if part.way == way]
-
-    def _stage_of(self, run: Run) -> int:
-        return self.splits.plan.stages[run.blocks[0].block]
-
-    def _stages_of_parameters(self) -> dict[str, set[int]]:
-        """The stages of the plan that read each parameter."""
-        found: dict[str, set[int]] = {}
-        for run in self.runs:
-            for slot in run.inputs:
-                if slot.tensor in self.parameters:
-                    found.setdefault(slot.tensor, set()).add(self._stage_of(run))
-        return found
-
-    def _enter(self, way: int, homes: Sequence[int], run: Run) -> None:
-        stage = self._stage_of(run)
-        part = Part(way=way, stage=stage, group=homes[stage])
-        self.part = self.stages[part.group].parts[part]
-
-    @property
-    def group(self) -> int:
-        return self.part.part.group
-
-    @property
-    def role(self) -> StageBodies:
-        return self.stages[self.group]
-
-    @property
-    def arrived(self) -> dict[Use, Buffer]:
-        return self.role.arrived.setdefault(self.part.part.way, {})
-
-    @property
-    def cotangents(self) -> dict[str, list[tuple[Layout, Buffer]]]:
-        return self.role.cotangents.setdefault(self.part.part.way, {})
-
-    def _other(self, tensor: str) -> PartBodies:
-        """The part that makes a tensor on the present way."""
-        way, stage = self.part.part.way, self._stage_of(self.made[tensor][0])
-        part = Part(way=way, stage=stage, group=self.ways.homes[way][stage])
-        return self.stages[part.group].parts[part]
-
-    def _copy(self, run: Run, piece: int = 0) -> Run:
-        """A run on the group of the present part, in the moment of a piece: itself at home, else one like it."""
-        if run.index in self.loops and not run.moment:
-            return run
-        if run.stage == self.group and piece == 0:
-            return run
-        key = (run.index, self.group, piece)
-        if key not in self.copies:
-            self.copies[key] = len(self.runs)
-            moment = tuple((digit, piece) for digit, _ in run.moment)
-            self.runs.append(replace(run, index=len(self.runs), stage=self.group, moment=moment))
-        return self.runs[self.copies[key]]
-
-    def _loop(self, base: Run, inputs: Sequence[Buffer]) -> LoopWriter:
-        return LoopWriter(
-            loop=self.loops[base.index],
-            connections=self.connections,
-            group=self.group,
-            with_backward=self.with_backward_inside,
-            at=self._copy,
-            inputs=inputs,
-        )
-
-    def _run(
-        self,
-        body: list[Instruction],
-        run: Run,
-        inputs: list[Buffer],
-        outputs: tuple[Buffer, ...],
-        *,
-        saves: bool,
-        again: bool = False,
-        is_read: bool = True,
-    ) -> None:
-        """Write a forward; `is_read`: else nobody reads what it makes, and what it saves is all that it is for."""
-        if run.index not in self.loops:
-            body.append(Forward(run=run.index, inputs=tuple(inputs), outputs=outputs, saves=saves, again=again))
-            return
-        recomputes = self.loops[run.index].scope.axis.recompute
-        if saves:
-            self.entered[self.part.part, run.index] = inputs
-        if is_read or not recomputes:
-            body += self._loop(run, inputs).forward(outputs, saves=saves and not recomputes, again=again)
-
-    def _find_imports(self, runs: Sequence[Run], homes: Sequence[int]) -> dict[tuple[str, int], tuple[int, Slot]]:
-        """(tensor, group) → the first run of the group that reads a tensor made in another, and its slot."""
-        imports: dict[tuple[str, int], tuple[int, Slot]] = {}
-        for run in runs:
-            group = homes[self._stage_of(run)]
-            for slot in run.inputs:
-                if slot.tensor in self.made and homes[self._stage_of(self.made[slot.tensor][0])] != group:
-                    imports.setdefault((slot.tensor, group), (run.index, slot))
-        return imports
 
     # -- forward
 
@@ -295,11 +131,11 @@ class _Builder:
             else gathered.get((slot.tensor, slot.layout)) or self._parameter(slot)
             for slot in run.inputs
         ]
-        outputs = tuple(Buffer(name=slot.tensor, indexed=True) for slot in run.outputs)
+        outputs = tuple(Buffer(name=slot.tensor, indexed=True) for slot in base.outputs)
         saves = base.index in self.with_backward and base.index not in self.recomputed
-        self._run(body, run, inputs, outputs, saves=saves)
+        self._run(body, run, base, inputs, outputs, saves=saves)
         body += [Free(buffer=buffer) for buffer in gathered.values()]
-        for slot, buffer in zip(run.outputs, outputs, strict=True):
+        for slot, buffer in zip(base.outputs, outputs, strict=True):
             self.arrived[slot.tensor, slot.layout] = buffer
             if slot.tensor == self.graph.loss:
                 body.append(Accumulate(tensor=slot.tensor, target=LOSS_TOTAL, source=buffer))
@@ -320,12 +156,6 @@ class _Builder:
                 )
                 self.arrived[tensor, self._passed(group, slot, slot.layout)] = received
 
-    def _passed(self, group: int, slot: Slot, layout: Layout) -> Layout:
-        """The layout in which a group sends or receives what it holds in this one: a shared group spreads it."""
-        if group < self.ways.num_roles:
-            return layout
-        return spread(layout, slot.sizes, self.splits.plan.groups[group])
-
     def _export(self, slot: Slot, buffer: Buffer) -> None:
         """Complete what another group reads, and await its sends in the backward."""
         if all(tensor != slot.tensor for tensor, _ in self.imports):
@@ -337,76 +167,15 @@ class _Builder:
                 self.part.forward, self.group, slot, buffer, slot.layout, whole, name
             )
         sent = self.arrived[slot.tensor, whole]
-        if self.trains:
-            self.part.backward.append(Wait(buffer=sent, free=True))
-        else:
+        if not self.trains:
             self.part.forward.insert(0, Wait(buffer=sent, lag=1, free=True))
+        proof = self._first_backward()
+        if proof is None:
             self._await_at_the_end(sent)
-
-    def _await_at_the_end(self, buffer: Buffer) -> None:
-        wait = Wait(buffer=buffer, every=True, free=True)
-        self.role.exit += [wait] if wait not in self.role.exit else []
-
-    def _value(self, slot: Slot) -> Buffer:
-        """An activation in the layout that a run needs."""
-        key = (slot.tensor, slot.layout)
-        found = self.arrived.get(key) or self.part.values.get(key)
-        if found is None:
-            before = self._arrived(slot.tensor)
-            name = f"{slot.tensor}@{slot.layout}"
-            if len(self.role.parts) > 1:
-                name += f" for {self.part.part.stage}"  # others bring it there by themselves
-            found = self.part.values[key] = self.connections.change(
-                self.part.forward, self.group, slot, self.arrived[slot.tensor, before], before, slot.layout, name
-            )
-        return found
-
-    def _arrived(self, tensor: str) -> Layout:
-        """The layout in which a tensor was made in a group, or received."""
-        return next(layout for name, layout in self.arrived if name == tensor)
-
-    def _gather(self, run: Run, body: list[Instruction], held: dict[Use, tuple[Buffer, int]]) -> dict[Use, Buffer]:
-        """The parameters that are gathered for this run alone, all at once; those that are held need not be."""
-        gathered, changes = {}, []
-        for slot in run.inputs:
-            home, use = self.parameters.get(slot.tensor), (slot.tensor, slot.layout)
-            if (
-                home is None
-                or use in held
-                or home.layout == slot.layout
-                or not is_gathered(self.splits.plan, home, self.group)
-            ):
-                continue
-            name = f"{slot.tensor}:gathered@{slot.layout}"
-            changes.append(self.connections.collectives(self.group, slot, home.buffer, home.layout, slot.layout, name))
-            gathered[use] = changes[-1][-1].target
-            self.role.gathers.setdefault(slot.tensor, set()).add(changes[-1][-1].target)
-        body += self.connections.together(changes)
-        return gathered
-
-    def _parameter(self, slot: Slot) -> Buffer:
-        """A parameter in the layout of its use, where it is not gathered for every use."""
-        role, home = self.role, self.parameters[slot.tensor]
-        if home.stage == self.group and home.layout == slot.layout:
-            return home.buffer
-        key = (slot.tensor, slot.layout)
-        if key not in role.used:
-            used = Buffer(name=f"{slot.tensor}:used@{slot.layout}")
-            if home.stage == self.group:
-                self.connections.change(role.enter, self.group, slot, home.buffer, home.layout, slot.layout, used.name)
-            else:
-                sender = (home.stage, self.stages[home.stage].enter, home.buffer, home.layout)
-                self.connections.exchange(slot, sender, (self.group, role.enter, used, slot.layout))
-                self.stages[home.stage].exit.append(Wait(buffer=home.buffer, every=True))
-            role.used[key] = used
-            role.exit.append(Free(buffer=used))
-        return role.used[key]
+        else:
+            proof.backward.append(Wait(buffer=sent, free=True))
 
     # -- recompute
-
-    def _at_home(self, index: int) -> Run:
-        """A run of a stage at home, or the one that a loop is from outside."""
-        return self.loops[index].outside if index in self.loops else self.runs[index]
 
     def _recompute(self, what: Recomputation) -> None:
         """Carry out again what the backwards of a segment need.
@@ -420,7 +189,7 @@ class _Builder:
             for slot in self._at_home(index).inputs
         }
         for index in what.runs:
-            self._forward_again(self._copy(self._at_home(index)), index in what.saving, again, last_use)
+            self._forward_again(self._at_home(index), index in what.saving, again, last_use)
         if not part.is_split:
             again.body.extend(part.delayed)
             part.delayed = []
@@ -429,9 +198,9 @@ class _Builder:
             at = next((i for i, found in enumerate(part.backward) if isinstance(found, Receive)), at)
         part.backward[at:at] = again.body
 
-    def _forward_again(self, run: Run, saves: bool, again: _Again, last_use: dict[Use, int]) -> None:
+    def _forward_again(self, base: Run, saves: bool, again: _Again, last_use: dict[Use, int]) -> None:
         """One run; parameters that were gathered for it are held for its backward."""
-        held, body = self.part.held, again.body
+        run, held, body = self._opened(base), self.part.held, again.body
         gathered = self._gather(run, body, held)
         held.update((use, (buffer, last_use[use])) for use, buffer in gathered.items() if use in last_use)
         inputs = []
@@ -443,13 +212,13 @@ class _Builder:
                 inputs.append(held[use][0])
             else:
                 inputs.append(gathered.get(use) or self._parameter(slot))
-        outputs = tuple(Buffer(name=again.what.name(slot.tensor), indexed=True) for slot in run.outputs)
-        made = {slot.tensor for slot in run.outputs}
+        outputs = tuple(Buffer(name=again.what.name(slot.tensor), indexed=True) for slot in base.outputs)
+        made = {slot.tensor for slot in base.outputs}
         is_read = any(slot.tensor in made for index in again.what.runs for slot in self._at_home(index).inputs)
-        self._run(body, run, inputs, outputs, saves=saves, again=True, is_read=is_read)
+        self._run(body, run, base, inputs, outputs, saves=saves, again=True, is_read=is_read)
         body += [Free(buffer=buffer) for use, buffer in gathered.items() if use not in held]
         again.values.update(
-            ((slot.tensor, slot.layout), buffer) for slot, buffer in zip(run.outputs, outputs, strict=True)
+            ((slot.tensor, slot.layout), buffer) for slot, buffer in zip(base.outputs, outputs, strict=True)
         )
 
     def _value_again(self, slot: Slot, again: _Again) -> Buffer:
@@ -485,7 +254,7 @@ class _Builder:
         part, body = self.part, self.part.backward
         if base.index in self.recomputed_before:
             self._recompute(self.recomputed_before[base.index])
-        cotangents = [self._output_cotangent(slot) for slot in run.outputs]
+        cotangents = [self._output_cotangent(slot) for slot in base.outputs]
         if not any(cotangents):
             return
         gathered = self._gather(run, body, part.held)
@@ -496,11 +265,15 @@ class _Builder:
         of_parameters = tuple(
             buffer if slot.tensor in self.parameters else None for slot, buffer in zip(run.inputs, outputs, strict=True)
         )
-        is_split = part.is_split and any(of_parameters) and base.index not in self.loops
+        is_whole = base.index in self.loops or base.index in self.rings
+        is_split = part.is_split and any(of_parameters) and not is_whole
         now = tuple(None if is_split and of else buffer for buffer, of in zip(outputs, of_parameters, strict=True))
         if base.index in self.loops:
             inputs = self._entered_again(base, gathered)
             body += self._loop(base, inputs).backward(cotangents, outputs)
+        elif base.index in self.rings:
+            ring = self._ring(base, again=base.index in self.recomputed)
+            self.role.early.update(ring.backward(body, tuple(cotangents), now))
         else:
             body.append(Backward(run=run.index, cotangents=tuple(cotangents), outputs=now, is_split=is_split))
         done = [use for use, (_, last) in part.held.items() if last == base.index]
@@ -579,14 +352,6 @@ class _Builder:
             self._await_at_the_end(complete)
             home = self.stages[source.part.group].cotangents.setdefault(source.part.way, {})
             home.setdefault(tensor, []).append((whole, received))
-
-
-def _phases(plan: Plan, ways: Ways) -> dict[Part, frozenset[Phase]]:
-    found: dict[Part, set[Phase]] = {}
-    for order in plan.orders:
-        for call in order:
-            found.setdefault(ways.part(call), set()).add(call.phase)
-    return {part: frozenset(phases) for part, phases in found.items()}
 
 
 def _cotangent(slot: Slot) -> Layout:

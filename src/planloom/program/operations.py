@@ -77,7 +77,7 @@ def executed(blocks: BlockGraph, run: Run) -> tuple[Executed, ...]:
     """What a run executes, in order."""
     graph = blocks.graph
     members = sorted(
-        (Member(op=index, part=i) for i, part in enumerate(run.blocks) for index in blocks.blocks[part.block].ops),
+        (Member(op=index, part=i) for i, part in enumerate(run.blocks) for index in ops_of(blocks, part)),
         key=lambda member: member.op,
     )
     expanded: dict[int, list[Member]] = {}
@@ -93,6 +93,15 @@ def executed(blocks: BlockGraph, run: Run) -> tuple[Executed, ...]:
             own = tuple(expanded[op.expansion])
             found.append(Executed(op=member.op, part=member.part, is_original=True, members=own))
     return tuple(found)
+
+
+def ops_of(blocks: BlockGraph, part: RunBlock) -> tuple[int, ...]:
+    """The operators that a run carries out of a block: all, or those of one turn of a ring."""
+    block, turn = blocks.blocks[part.block], part.turn
+    if turn is None:
+        return block.ops
+    assert block.ring is not None
+    return block.ring.ops(turn.number, turn.count)
 
 
 def run_operations(blocks: BlockGraph, run: Run, *, num_micro: int) -> tuple[Operation, ...]:
@@ -156,7 +165,7 @@ def _split_factors(block: Block, part: RunBlock, tensor: str) -> dict[int, tuple
     """For every factor of a tensor that this block splits: the digits, and whether micro-batches split it too."""
     digits_of = dict(part.splits)
     found = {}
-    for dim in block.dims:
+    for dim in block.all_dims:
         how = (digits_of.get(dim.name, ()), dim.name == part.timed_dim)
         if tensor in dim.shards and (how[0] or how[1]):
             found[dim.shards[tensor]] = how

@@ -30,7 +30,7 @@ class BlockPiece:
     def box(self, sizes: Sequence[int], tensor: str, micro: int = 0) -> Box:
         """The part of a tensor that the block touches, in the index of the whole batch."""
         box = [(0, size) for size in sizes]
-        for dim in self.block.dims:
+        for dim in self.block.all_dims:
             if dim.name in self.intervals and tensor in dim.shards:
                 box[dim.shards[tensor]] = self.interval(dim.name, dim.size, micro)
         return tuple(box)
@@ -40,7 +40,7 @@ def piece_of(block: Block, part: RunBlock, coordinates: Mapping[Digit, int], num
     """The piece of a block at these coordinates."""
     digits_of = dict(part.splits)
     intervals = {}
-    for dim in block.dims:
+    for dim in block.all_dims:
         if dim.name not in digits_of and dim.name != part.timed_dim:
             continue
         size = dim.size // (num_micro if dim.name == part.timed_dim else 1)

@@ -2,9 +2,10 @@
 
 An edge is *cut* where the producer's layout differs from the consumer's, or the cotangent's from what the producer
 takes. The depth of a block is the largest number of cuts on a path to it; the blocks of one stage with equal depth
-form a run. Edges never lead to a smaller depth, and edges inside one depth are not cut, so runs are convex and in
-order. A run ends at a segment's end too: then every layer has the same runs, profiled and compiled once. And it ends
-where a scope of a time axis begins or ends; inside a scope it is formed in its first moment, and has copies in others.
+form a run; a block that goes round a ring is one of its own (`rings`). Edges never lead to a smaller depth, and edges
+inside one depth are not cut, so runs are convex and in order. A run ends at a segment's end too: then every layer has
+the same runs, profiled and compiled once. And it ends where a scope of a time axis begins or ends; inside a scope it is
+formed in its first moment, and has copies in others.
 """
 
 from dataclasses import dataclass
@@ -18,13 +19,12 @@ from planloom.program.values import Run, RunBlock, Slot
 def form_runs(splits: Splits) -> tuple[Run, ...]:
     """All runs, in an order in which producers come first, stage by stage."""
     blocks = splits.blocks
-    groups: dict[tuple[int, int], list[Block]] = {}
+    groups: dict[tuple[int, int, int], list[Block]] = {}
     for block, depth in zip(blocks.blocks, _depths(splits), strict=True):
-        groups.setdefault((splits.plan.stages[block.index], depth), []).append(block)
+        alone = 1 + block.index if splits.goes_round(block) else 0
+        groups.setdefault((splits.plan.stages[block.index], depth, alone), []).append(block)
     group_of = splits.plan.group_of
-    return tuple(
-        _form_run(splits, i, group_of(stage), groups[stage, depth]) for i, (stage, depth) in enumerate(sorted(groups))
-    )
+    return tuple(_form_run(splits, i, group_of(key[0]), groups[key]) for i, key in enumerate(sorted(groups)))
 
 
 def _depths(splits: Splits) -> list[int]:
@@ -46,7 +46,9 @@ def _depths(splits: Splits) -> list[int]:
 
 
 def is_cut(splits: Splits, source: Block, target: Block, tensor: str) -> bool:
-    """Does this edge communicate, forward or backward?"""
+    """Does this edge communicate, forward or backward? A block that goes round a ring is a run of its own."""
+    if splits.goes_round(source) or splits.goes_round(target):
+        return True
     if splits.layout(source, tensor) != splits.layout(target, tensor):
         return True
     if not (splits.is_differentiable(tensor) and splits.gives_cotangents(target)):

@@ -68,6 +68,23 @@ def sizes_of_steps(graph: Graph, collective: Collective) -> list[int]:
     return found
 
 
+def mask_bytes_of_steps(collective: Collective) -> list[int]:
+    """Bytes of a device's mask that goes before the rows of every step; 0 where none does.
+
+    A ragged tensor's rows arrive in numbers that only the sender knows, so a step that brings rows from others first
+    brings their mask, a byte each (`execute.wire`). A reduction adds rows that all have.
+    """
+    if collective.rows is None:
+        return [0] * len(collective.steps)
+    sizes, found = collective.sizes, []
+    for step in collective.steps:
+        moves_rows = any(dim < collective.num_row_dims for dim in (*step.along, *step.into))
+        is_asked = step.kind in ("all_gather", "all_to_all") and moves_rows
+        found.append(prod(sizes[: collective.num_row_dims]) if is_asked else 0)
+        sizes = local_sizes_after(step, sizes)
+    return found
+
+
 def slot_bytes(graph: Graph, slot: Slot, layout: Layout) -> int:
     return local_bytes(graph, slot.tensor, layout.local_sizes(slot.sizes))
 

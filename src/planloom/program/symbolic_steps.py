@@ -98,6 +98,8 @@ def _of_group(
     match step.kind:
         case "slice":
             return [_pieces(member, step, group)[position] for position, member in enumerate(own)]
+        case "rotate":
+            return [own[-1], *own[:-1]]
         case "mask":
             return [own[0], *(Symbol(m.kind, m.tensor, m.box, frozenset()) for m in own[1:])]
         case "all_reduce":

@@ -68,6 +68,10 @@ class Splits:
         }
         return tuple((dim, digits) for dim, digits in splits.items() if digits)
 
+    def goes_round(self, block: Block) -> bool:
+        """Is a block split along its sequence, so that keys and values go round a ring of devices?"""
+        return block.ring is not None and any(dim == block.ring.dim.name for dim, _ in self.block_splits(block))
+
     def timed_dim(self, block: Block) -> str:
         """The dim that micro-batches split: `batch`, where the block has it."""
         return BATCH_DIM if self.plan.num_micro_batches > 1 and block.dim(BATCH_DIM) is not None else ""

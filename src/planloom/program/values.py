@@ -7,7 +7,9 @@ group is a union of roles, which all have its bodies, each for its devices' shar
 verifier, the simulator and the runtime interpret the same instructions; there is no other description of what runs.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import prod
 
 from planloom.collective import Step
 from planloom.layout import Box, Digit, Layout, Mesh
@@ -45,11 +47,49 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One of the turns of a ring of devices (`program.rings`), numbered from 0; `digits` are those of its axis.
+
+    Number -1 stands for what is done before: the ring is opened.
+    """
+
+    number: int
+    digits: tuple[Digit, ...]
+
+    @property
+    def count(self) -> int:
+        return prod(digit.size for digit in self.digits)
+
+    @property
+    def opens(self) -> bool:
+        return self.number < 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.number == self.count - 1
+
+    def position(self, coordinates: Mapping[Digit, int]) -> int:
+        """The place of a device in its ring."""
+        place = 0
+        for digit in self.digits:
+            place = place * digit.size + coordinates[digit]
+        return place
+
+    def met(self, coordinates: Mapping[Digit, int]) -> dict[Digit, int]:
+        """The coordinates of the device whose keys and values a device meets in this turn."""
+        place, found = (self.position(coordinates) - self.number) % self.count, dict(coordinates)
+        for digit in reversed(self.digits):
+            place, found[digit] = divmod(place, digit.size)
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunBlock:
     """A block inside a run: its split dims with their digits, and the slot of each tensor from outside.
 
     `timed_dim` is the dim that the micro-batches split; `passes_partial`: digits over which a partial cotangent of
-    its outputs is passed on to its parameters.
+    its outputs is passed on to its parameters; `turn`: the run is one turn of a ring, and carries out its part of the
+    block.
     """
 
     block: int
@@ -57,6 +97,7 @@ class RunBlock:
     timed_dim: str
     reads: dict[str, int]
     passes_partial: bool
+    turn: Turn | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +113,11 @@ class Run:
     inputs: tuple[Slot, ...]
     outputs: tuple[Slot, ...]
     moment: tuple[tuple[Digit, int], ...] = ()
+
+    @property
+    def turn(self) -> Turn | None:
+        """Which turn of a ring it is; such a run has one block."""
+        return self.blocks[0].turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +140,8 @@ class Backward:
     outputs: tuple[Buffer | None, ...]
     is_split: bool = False
     """The cotangents of parameters are left to a `WeightGradient`."""
+    again: tuple[Buffer, ...] = ()
+    """What it reads again instead of having it saved: the keys and values of a turn of a ring."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -236,6 +236,46 @@ def least_over_rows(segments: Sequence[SegmentTables], sizes: Mapping[int, int],
     return float(total[0])
 
 
+def gains_of_rows(
+    segments: Sequence[SegmentTables], sizes: Mapping[int, int], extra: Sequence[Array]
+) -> dict[object, Array]:
+    """For every kind of segment what each row would gain over those that `extra` allows, if what follows were free:
+    told of the last of several equal segments."""
+    found: dict[object, Array] = {}
+    message, is_settled = tuple[Table, ...](), False
+    for at, segment in enumerate(segments):
+        before = segments[at - 1] if at else None
+        is_equal = before is not None and segment.kind == before.kind and np.array_equal(extra[at], extra[at - 1])
+        if is_settled and is_equal and before is not None:
+            message = moved(message, segment.first - before.first, before.first)
+            continue
+        _, left = _step(segment, message, sizes)
+        whole = summed(left)
+        rows = whole.numbers + extra[at].reshape((-1,) + (1,) * len(whole.variables))
+        own = rows.min(axis=0, keepdims=True)
+        place, flat = int(own.argmin()), whole.numbers.reshape(len(rows), -1)
+        least = own.reshape(-1)[place]
+        is_possible = np.isfinite(least)
+        found[segment.kind] = np.maximum(0.0, least - flat[:, place]) if is_possible else np.zeros(len(rows))
+        normalized, lowest = _normalized([Table(whole.variables, own)], 1)
+        is_settled = False
+        if is_equal and before is not None:
+            shift = segment.first - before.first
+            is_settled = bool(_is_constant(message, normalized, shift, before.first, lowest).all())
+        message = normalized
+    return found
+
+
+def one_more(segment: SegmentTables, message: Sequence[Table], sizes: Mapping[int, int]) -> Sequence[Table]:
+    """What is left after a segment more: of one that comes first, with an empty message, what is before it is free."""
+    return _step(segment, message, sizes)[1]
+
+
+def moved(message: Sequence[Table], shift: int, first: int) -> tuple[Table, ...]:
+    """The same message after another of several equal segments; variables below `first` stay."""
+    return tuple(_shifted(table, shift, first) for table in message)
+
+
 def largest_table(segments: Sequence[SegmentTables], sizes: Mapping[int, int]) -> int:
     """How many numbers the largest table has that elimination makes for one problem."""
     largest, message = 1, list[frozenset[int]]()

@@ -168,11 +168,11 @@ def _is_faster(again: Solution, solution: Solution) -> bool:
 
 
 def _moved_limits(estimate: Estimate, held: Sequence[int], limits: Sequence[float], limit: float) -> list[float]:
-    """For the estimate of every stage another limit: lower where the stage does not fit; if all do, higher."""
+    """For every device group another limit of the estimate: lower where it does not fit; if all do, higher."""
     fits = max(held) <= limit
     moved = []
-    for stage, own_bytes, own in zip(estimate.stages, held, limits, strict=True):
-        reached = stage.num_bytes * limit / own_bytes * _SPARE
+    for estimated, own_bytes, own in zip(estimate.group_bytes, held, limits, strict=True):
+        reached = estimated * limit / own_bytes * _SPARE
         moved.append(max(own, reached) if fits else min(own, reached) if own_bytes > limit else own)
     return moved
 

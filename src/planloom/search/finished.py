@@ -12,17 +12,16 @@ from planloom.errors import PlanError
 from planloom.graph import fingerprint
 from planloom.graph.fingerprint import summary
 from planloom.layout import Axis, Mesh, Placement
-from planloom.plan import ORDERS, Plan, Storage
+from planloom.plan import Plan, Storage
 from planloom.search.figures import Choice, block_figures, exchange_seconds, with_best_junctions
 from planloom.search.network import Network
 from planloom.search.parameters import StorageOption
+from planloom.search.schedules import schedule_of
 from planloom.search.solutions import Solution
 from planloom.search.space import STAGES, Candidate, Shape, Wishes
 from planloom.search.stages import Estimate, estimate_stages
 from planloom.search.tables import Tables
 from planloom.search.work import WorkPrices
-
-SCHEDULE = "1f1b"
 
 BatchSpec = Mapping[str, tuple[tuple[int, ...], str]]
 
@@ -31,23 +30,28 @@ def plan_of(solution: Solution, tables: Tables, cluster: Cluster, batch: BatchSp
     """The plan of a solution."""
     network, shape, num_micro = tables.network, solution.candidate.shape, solution.candidate.num_micro
     graph = network.blocks.graph
-    edges = np.array(solution.first_blocks)
+    edges, schedule = np.array(solution.first_blocks), solution.candidate.schedule
     stages = np.searchsorted(edges, np.arange(len(network.blocks.blocks)), side="right") - 1
     return Plan(
-        name=f"{shape}" + (f",micro={num_micro}" if num_micro > 1 else ""),
+        name=_name(solution.candidate),
         model=fingerprint(graph),
         summary=summary(graph),
         batch=dict(batch),
-        meshes=stage_meshes(solution.candidate.placement),
+        meshes=stage_meshes(solution.candidate.placement) * schedule.stages_per_group,
         stages=tuple(int(s) for s in stages),
         strategies=tuple(_strategies(tables, solution.choice)),
         storage=_storage(tables, solution.choice),
         num_micro_batches=num_micro,
-        schedule=SCHEDULE,
-        orders=ORDERS[SCHEDULE](shape.num_stages, num_micro),
+        schedule=schedule.name,
+        orders=schedule.orders(shape.num_stages, num_micro),
         recompute=tuple(int(s) for s in np.flatnonzero(solution.choice.recomputed)),
         cluster=cluster_to_yaml(cluster),
     )
+
+
+def _name(candidate: Candidate) -> str:
+    parts = [str(candidate.shape), *([f"micro={candidate.num_micro}"] if candidate.num_micro > 1 else [])]
+    return ",".join([*parts, *([str(candidate.schedule)] if candidate.schedule.name != "1f1b" else [])])
 
 
 def _strategies(tables: Tables, choice: Choice) -> list[dict[str, tuple[str, ...]]]:
@@ -113,9 +117,11 @@ def candidate_of(plan: Plan, cluster: Cluster) -> Candidate:
     stages = tuple(count // own for count, own in zip(cluster.level_counts, used, strict=True))
     names, sizes = tuple(axis.name for axis in axes), tuple(axis.size for axis in axes)
     kinds = tuple("data" if name == "dp" else "free" for name in names)
-    shape = Shape(num_stages=len(plan.meshes), names=names, kinds=kinds, sizes=sizes)  # type: ignore[arg-type]
+    num_groups = len(plan.groups)
+    shape = Shape(num_stages=num_groups, names=names, kinds=kinds, sizes=sizes)  # type: ignore[arg-type]
     placement = Placement(axes=(STAGES, *names), matrix=(stages, *(axis.sizes for axis in axes)))
-    return Candidate(shape=shape, placement=placement, num_micro=plan.num_micro_batches)
+    schedule = schedule_of(plan.schedule, len(plan.meshes), num_groups)
+    return Candidate(shape=shape, placement=placement, num_micro=plan.num_micro_batches, schedule=schedule)
 
 
 def choice_of(plan: Plan, tables: Tables) -> Choice:
@@ -164,4 +170,4 @@ def estimate_plan(plan: Plan, network: Network, works: WorkPrices, cluster: Clus
     stages = np.array(plan.stages)
     first = tuple(int(np.flatnonzero(stages == s)[0]) for s in range(len(plan.meshes)))
     exchange = exchange_seconds(tables, 0, choice, first)
-    return estimate_stages(figures, first, plan.num_micro_batches, exchange)
+    return estimate_stages(figures, first, plan.num_micro_batches, exchange, candidate.schedule)

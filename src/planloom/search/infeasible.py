@@ -149,7 +149,10 @@ def least_memory(
             progress(f"the smallest plan, {shape}", i, len(few))
         for num_micro in reversed(space.micro_batches):
             placement = space.placements(planner.cluster, shape)[0]
-            candidate = Candidate(shape=shape, placement=placement, num_micro=num_micro)
+            schedule = space.schedules_of(shape.num_stages)[0]
+            candidate = Candidate(shape=shape, placement=placement, num_micro=num_micro, schedule=schedule)
+            if not schedule.is_possible(shape.num_stages, num_micro):
+                continue
             found = _least_of(planner, candidate, wishes)
             if found is not None:
                 best = found if best is None or found.num_bytes < best.num_bytes else best
@@ -169,11 +172,12 @@ def _least_of(planner: Planner, candidate: Candidate, wishes: Wishes) -> LeastMe
         return None
     choice = solver.smallest(0, _DEAR)
     figures = block_figures(tables, 0, choice)
-    num_stages = candidate.shape.num_stages
-    everything = figures.stored_bytes.sum() + num_stages * figures.saved_bytes.sum() + figures.peak_bytes.max()
+    num_stages, most = candidate.num_stages, max(candidate.kept)
+    everything = figures.stored_bytes.sum() + most * figures.saved_bytes.sum() + figures.peak_bytes.max()
 
     def packed(num_bytes: float) -> Packing | None:
-        return pack_stages([figures], planner.places, candidate.num_micro, [num_bytes] * num_stages)
+        limits = [num_bytes] * num_stages
+        return pack_stages([figures], planner.places, candidate.num_micro, limits, schedule=candidate.schedule)
 
     low, high = 0.0, float(everything) * (1 + _ROUNDING)
     packing = packed(high)

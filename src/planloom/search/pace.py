@@ -23,7 +23,7 @@ from planloom.search.tables import Tables
 def pace_bounds(tables: Tables, places: Sequence[int], bounds: Array) -> Array:
     """A bound on the step of every problem; `bounds`: T / p of each."""
     num_stages = tables.shape.num_stages
-    if num_stages == 1:
+    if num_stages == 1 or tables.schedule.stages_per_group > 1:
         return bounds
     least = np.zeros((len(tables.candidates), len(tables.network.blocks.blocks)))
     for key, _, blocks in tables.network.places_of_keys:

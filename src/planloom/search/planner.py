@@ -28,6 +28,7 @@ from planloom.search.network import Network, build_network
 from planloom.search.one_stage import TOLERANCE
 from planloom.search.pace import pace_bounds
 from planloom.search.processes import BestSeconds, in_processes, is_same
+from planloom.search.schedules import Schedule
 from planloom.search.solutions import Solution, Solver
 from planloom.search.space import Candidate, Shape, Space, Wishes, require_pin, search_space
 from planloom.search.stages import cut_places
@@ -45,6 +46,8 @@ USABLE_MEMORY = 0.92
 allocator cannot use. [Assumed]"""
 _AT_ONCE = 2
 """Problems of one shape that are solved together."""
+_FILLED, _NEAR = 8, 1.03
+"""How many of the best solutions have their stages filled, and how far from the best they may be."""
 Progress = Callable[[str, int, int], None]
 
 
@@ -62,7 +65,8 @@ class Ranked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
-    """What was searched, and how far the best estimate may be from the best of that space."""
+    """What was searched, and how far the best estimate of that space may be from the best of it. Schedules that are
+    tried beside it (`schedules`) may be faster than either."""
 
     space: str
     num_shapes: int
@@ -172,6 +176,7 @@ class Planner:
             for ranked in own.solved:
                 best.add(ranked.seconds)
         self._refine(findings, best, limit, wishes, progress)
+        others = self._tried(space, findings, best.least, limit, progress)
         bounds = [problem.bound_seconds for problem in (*findings.open, *findings.closed)]
         certificate = Certificate(
             space=space.description,
@@ -183,7 +188,8 @@ class Planner:
             search_seconds=time.perf_counter() - started,
         )
         return Found(
-            ranked=_distinct(findings.solved, best.least * (1 + self.margin))[:num_wanted], certificate=certificate
+            ranked=_distinct([*findings.solved, *others], best.least * (1 + self.margin))[:num_wanted],
+            certificate=certificate,
         )
 
     def _below(self, best: BestSeconds) -> float:
@@ -200,10 +206,13 @@ class Planner:
             require_pin(pin, self.blocks)
         require_micro_batches(wishes.micro or 1, self.blocks)
         divided = self.batch if may_have_micro_batches(self.blocks) else 1
-        return search_space(self.cluster.num_devices, batch=divided, max_stages=len(self.places) + 1, wishes=wishes)
+        return search_space(
+            self.cluster.num_devices, batch=divided, max_stages=len(self.places) + 1, wishes=wishes,
+            is_compiled=self.works.fused,
+        )  # fmt: skip
 
     def tables(self, candidates: Sequence[Candidate], wishes: Wishes) -> Tables:
-        """Of candidates of one shape."""
+        """Of candidates of one shape and schedule."""
         network = build_network(self.blocks, wishes.pins) if wishes.pins else self.network
         return Tables(network, self.works, self.cluster, candidates[0].shape, candidates, wishes)
 
@@ -213,22 +222,41 @@ class Planner:
         return Solver(tables, self.places, limit_bytes=limit_bytes, recompute=wishes.recompute)
 
     def _bounded(self, space: Space, shape: Shape, limit: float, best: BestSeconds) -> _Findings:
-        """Bounds of a shape on all its placements, with all numbers of micro-batches that may be worth it; and its
-        best problem solved, where it may be better than all so far: so that other shapes have something to beat."""
-        some = [m for m in space.micro_batches if self.least_seconds(shape.num_stages, m) < self._below(best)]
-        bounds = computing_seconds(self.network, self.works, shape, space.wishes, some)
-        worthwhile = [m for m, bound in zip(some, bounds, strict=True) if bound < self._below(best)]
-        candidates = [
-            Candidate(shape=shape, placement=placement, num_micro=num_micro)
-            for placement in space.placements(self.cluster, shape)
-            for num_micro in worthwhile
+        """Bounds of a shape on all its placements, with all schedules and numbers of micro-batches that may be worth
+        it; and its best problems solved, where they may be better than all so far: so that others have something to
+        beat."""
+        num_groups, findings = shape.num_stages, _Findings()
+        schedules = [
+            (schedule, m)
+            for schedule in space.schedules_of(num_groups)
+            for m in space.micro_batches
+            if schedule.is_possible(num_groups, m) and self.least_seconds(schedule, num_groups, m) < self._below(best)
         ]
-        findings = _Findings(num_problems=len(candidates))
-        if not candidates:
-            return findings
+        counts = sorted({m for _, m in schedules})
+        computing = dict(
+            zip(counts, computing_seconds(self.network, self.works, shape, space.wishes, counts), strict=True)
+        )
+        worthwhile: dict[Schedule, list[int]] = {}
+        for schedule, m in schedules:
+            if computing[m] * schedule.least_weight(num_groups, m) / num_groups < self._below(best):
+                worthwhile.setdefault(schedule, []).append(m)
+        for schedule, micro in worthwhile.items():
+            candidates = [
+                Candidate(shape=shape, placement=placement, num_micro=m, schedule=schedule)
+                for placement in space.placements(self.cluster, shape)
+                for m in micro
+            ]
+            findings.num_problems += len(candidates)
+            self._bound(space, candidates, limit, best, findings)
+        return findings
+
+    def _bound(
+        self, space: Space, candidates: Sequence[Candidate], limit: float, best: BestSeconds, findings: _Findings
+    ) -> None:
+        """Candidates of one shape and schedule."""
         tables = self.tables(candidates, space.wishes)
         if not tables.is_possible:
-            return findings
+            return
         solver = Solver(tables, self.places, limit_bytes=limit, recompute=space.wishes.recompute)
         solver.bounds = np.maximum(solver.bounds, pace_bounds(tables, self.places, solver.bounds))
         order = [int(g) for g in np.argsort(solver.bounds, kind="stable") if np.isfinite(solver.bounds[g])]
@@ -236,8 +264,7 @@ class Planner:
         self._solve(solver, first, best, findings)
         others = order[len(first) :]
         solver.tighten(others, below=self._below(best))
-        findings.open = [Problem(candidate=candidates[g], bound_seconds=float(solver.bounds[g])) for g in others]
-        return findings
+        findings.open += [Problem(candidate=candidates[g], bound_seconds=float(solver.bounds[g])) for g in others]
 
     def _solved(self, problems: "Sequence[Problem]", limit: float, wishes: Wishes, best: BestSeconds) -> _Findings:
         """Some problems of one shape, under the limit of memory."""
@@ -273,10 +300,11 @@ class Planner:
 
         The problem with the least bound comes first: where its bound stays the least, others need not be better.
         """
+        self._fill(findings, best, limit, wishes, progress)
         wanted = [problem for problem in findings.closed if problem.bound_seconds < (1 - TOLERANCE) * best.least]
         bounds = {problem.candidate: problem.bound_seconds for problem in wanted}
         solved = {own.solution.candidate: own for own in findings.solved}
-        solvers: dict[Shape, Solver] = {}
+        solvers: dict[tuple[Shape, Schedule], Solver] = {}
         enough = float("inf")
         while bounds:
             candidate = min(bounds, key=bounds.__getitem__)
@@ -285,10 +313,11 @@ class Planner:
                 break
             if progress is not None:
                 progress(f"proof for {candidate.shape}", sum(bound >= enough for bound in bounds.values()), len(bounds))
-            if candidate.shape not in solvers:
-                alike = [problem for problem in wanted if problem.candidate.shape == candidate.shape]
-                solvers[candidate.shape] = self._solver_of(alike, limit, wishes)
-            solver = solvers[candidate.shape]
+            key = (candidate.shape, candidate.schedule)
+            if key not in solvers:
+                alike = [own for own in wanted if (own.candidate.shape, own.candidate.schedule) == key]
+                solvers[key] = self._solver_of(alike, limit, wishes)
+            solver = solvers[key]
             before = solved[candidate].solution if candidate in solved else None
             g = solver.tables.candidates.index(candidate)
             found = solver.refined(g, before, below=best.least, enough=enough)
@@ -303,13 +332,48 @@ class Planner:
             for problem in findings.closed
         ]
 
-    def least_seconds(self, num_stages: int, num_micro: int) -> float:
+    def _fill(
+        self, findings: _Findings, best: BestSeconds, limit: float, wishes: Wishes, progress: Progress | None
+    ) -> None:
+        """Better solutions of the best problems that memory may have made slower."""
+        bounds = {problem.candidate: problem.bound_seconds for problem in findings.closed}
+        ranked = sorted(findings.solved, key=lambda own: own.seconds)
+        for number, own in enumerate(ranked[:_FILLED]):
+            candidate = own.solution.candidate
+            if own.seconds > _NEAR * best.least or bounds[candidate] >= (1 - TOLERANCE) * own.seconds:
+                continue
+            if progress is not None:
+                progress(f"filling stages of {candidate.shape}", number, _FILLED)
+            found = self.solver(candidate, limit, wishes).filled(0, own.solution)
+            if found is not None and found is not own.solution:
+                best.add(found.estimate.step_seconds)
+                findings.solved[findings.solved.index(own)] = Ranked(solution=found, limit_bytes=limit)
+
+    def _tried(
+        self, space: Space, findings: _Findings, least: float, limit: float, progress: Progress | None
+    ) -> list[Ranked]:
+        """The best plans with schedules that are no part of the space whose bound is proven."""
+        found = []
+        ranked = [own for own in sorted(findings.solved, key=lambda own: own.seconds) if own.seconds <= _NEAR * least]
+        for number, own in enumerate(ranked[:_FILLED]):
+            candidate = own.solution.candidate
+            for schedule in space.tried_with(candidate.shape.num_stages, candidate.num_micro):
+                if progress is not None:
+                    progress(f"{schedule} of {candidate.shape}", number, min(_FILLED, len(ranked)))
+                solver = self.solver(replace(candidate, schedule=schedule), limit, space.wishes)
+                solved = solver.solve([0], below=_NEAR * least)
+                solution = solver.filled(0, solved[0]) if solved else None
+                if solution is not None:
+                    found.append(Ranked(solution=solution, limit_bytes=limit))
+        return found
+
+    def least_seconds(self, schedule: Schedule, num_groups: int, num_micro: int) -> float:
         """A bound on every plan with these numbers: all operations at the peak rate, perfectly divided, and the bubble.
         What was measured may be faster than a peak rate that a file states: then there is no such bound."""
         if self.works.by_volume or self.works.measured.figures:
             return 0.0
         ideal = self._peak_seconds / self.cluster.num_devices
-        return ideal * (num_micro + num_stages - 1) / num_micro
+        return ideal * schedule.least_weight(num_groups, num_micro) / num_micro
 
     @cached_property
     def _peak_seconds(self) -> float:
@@ -323,11 +387,11 @@ class Planner:
 
 
 def _portions(problems: Sequence[Problem]) -> list[tuple[Problem, ...]]:
-    """Problems of one shape together, a few at a time; those with the least bounds first."""
-    by_shape: dict[Shape, list[Problem]] = {}
+    """Problems of one shape and schedule together, a few at a time; those with the least bounds first."""
+    alike: dict[tuple[Shape, Schedule], list[Problem]] = {}
     for problem in sorted(problems, key=lambda own: own.bound_seconds):
-        by_shape.setdefault(problem.candidate.shape, []).append(problem)
-    found = [tuple(own[i : i + _AT_ONCE]) for own in by_shape.values() for i in range(0, len(own), _AT_ONCE)]
+        alike.setdefault((problem.candidate.shape, problem.candidate.schedule), []).append(problem)
+    found = [tuple(own[i : i + _AT_ONCE]) for own in alike.values() for i in range(0, len(own), _AT_ONCE)]
     return sorted(found, key=lambda own: own[0].bound_seconds)
 
 

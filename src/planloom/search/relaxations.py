@@ -109,6 +109,8 @@ def _unpinned(wishes: Wishes) -> Iterator[tuple[str, Wishes]]:
     for name in _DEGREES:
         if (value := getattr(wishes, name)) is not None:
             yield f"leave --{name} open (it is {value})", _opened(wishes, name)
+    if wishes.schedule is not None:
+        yield f"leave the schedule open (no --schedule {wishes.schedule})", replace(wishes, schedule=None)
     for pin in wishes.pins:
         others = tuple(other for other in wishes.pins if other is not pin)
         yield f"no --pin {pin.pattern}={pin.dim}:{pin.axis}", replace(wishes, pins=others)

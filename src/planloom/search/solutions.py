@@ -15,13 +15,15 @@ from itertools import pairwise
 import numpy as np
 
 from planloom.search.conversions import Array
+from planloom.search.cut_bound import CutBound
 from planloom.search.elimination import Indices, largest_table, minimize
 from planloom.search.figures import Choice, block_figures, exchange_seconds, with_best_junctions
+from planloom.search.filling import Filler
 from planloom.search.one_stage import TOLERANCE, best_of_one_stage
 from planloom.search.pipeline_bound import Multipliers, PipelineBound
-from planloom.search.settled import settled_tables
+from planloom.search.settled import SettledProblem
 from planloom.search.space import Candidate
-from planloom.search.stages import Estimate, Packing, estimate_stages, kept_micro_batches, pack_stages
+from planloom.search.stages import Estimate, Packing, estimate_stages, pack_stages
 from planloom.search.tables import Costs, Tables
 
 _PRICES = tuple(2.0**power for power in (-9, -7, -6, -5, -4, -3, -2, 0, 2, 5, 20))
@@ -38,11 +40,15 @@ _MAX_NUMBERS = 1_000_000
 """In the largest table of problems that are solved at once: 8 MB, about what a processor's cache holds."""
 _ROOMS = (1.0, 0.99, 0.97, 0.93)
 """Shares of the room that are tried where options meet and hold more between them than each by itself."""
+_FILLINGS, _MORE_ROOM = 8, 1.05
+"""How often stages are filled, each time with less room by so many times what they were too large."""
+_AROUND = (0.5, 0.8, 1.0, 1.25, 2.0)
+"""Multiples of a stage's price of memory for which stages are filled with options."""
 _ROUNDS, _FINER = 1, 4
 """Rounds of finer prices between two that were taken, and how many of them."""
-_MOST_STAGES = 32
-"""Longer pipelines keep Lagrange's bound: the one with a price for every stage took 75 s for 256 stages of Llama-3-405B
-and raised nothing. [Empirical] 2 cores, 2026-11-18."""
+_MOST_STAGES = 64
+"""Longer pipelines keep Lagrange's bound: with a price for every stage 256 stages of Llama-3-405B took 75 s, and
+nothing was raised. [Empirical] 2 cores, 2026-11-18."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,10 +67,12 @@ class Solver:
 
     def __init__(self, tables: Tables, places: Sequence[int], *, limit_bytes: float, recompute: bool = True) -> None:
         self.tables, self.places, self.limit_bytes, self.recompute = tables, places, limit_bytes, recompute
-        self.num_stages = tables.shape.num_stages
-        self.limits = np.full(self.num_stages, float(limit_bytes))
-        """The same, stage by stage."""
-        self.kept = np.minimum(self.num_stages, tables.num_micro).astype(float)
+        self.schedule, self.num_groups = tables.schedule, tables.shape.num_stages
+        self.num_stages = self.schedule.num_stages(self.num_groups)
+        self.limits = np.full(self.num_groups, float(limit_bytes))
+        """The same, device group by device group."""
+        self.kept = np.array([float(max(own.kept)) for own in tables.candidates])
+        """Micro-batches that the stage keeps that keeps most."""
         one = tables.costs(np.zeros(1), np.zeros(1), np.array([0]), recompute=recompute)
         self._portion = max(1, _MAX_NUMBERS // largest_table(one.segments, one.sizes))
         self._segment_starts = [segment.variables[0].block for segment in tables.network.chain]
@@ -72,7 +80,7 @@ class Solver:
         everything = np.arange(len(tables.candidates))
         self._totals = self._least(everything, np.zeros(len(everything)))
         """J of every problem where memory costs nothing."""
-        self.bounds = self._totals / self.num_stages
+        self.bounds = self._totals / self.num_groups
         """A lower bound on the step of every problem."""
 
     def solve(self, problems: Sequence[int], *, below: float) -> list[Solution]:
@@ -98,7 +106,8 @@ class Solver:
         if self.num_stages == 1:
             return False
         figures = [block_figures(self.tables, g, self._settled(g, choice))]
-        even = pack_stages(figures, self.places, self.tables.candidates[g].num_micro, [np.inf] * self.num_stages)
+        num_micro, limits = self.tables.candidates[g].num_micro, [np.inf] * self.num_stages
+        even = pack_stages(figures, self.places, num_micro, limits, schedule=self.schedule)
         assert even is not None, "what fits under a limit fits without it"
         without = self.estimate(g, self._settled(g, choice), even.first_blocks)
         return solution.estimate.step_seconds > _EVEN * without.step_seconds
@@ -108,22 +117,23 @@ class Solver:
         as high as rising prices of memory bring them. A bound is concave in the price: one that no longer rises has
         been at its highest, and where memory does not bind the first price shows it."""
         left = np.array([g for g in problems if self.bounds[g] < below], dtype=np.intp)
-        reached = self._totals[left] / self.num_stages
+        reached = self._totals[left] / self.num_groups
         for price in _BOUND_PRICES:
             if not len(left):
                 return
-            prices = price * self._totals[left] / (self.num_stages * self.limit_bytes)
+            prices = price * self._totals[left] / (self.num_groups * self.limit_bytes)
             totals = self._least(left, prices)
             found = np.array([self._tighten(int(g), t, p) for g, t, p in zip(left, totals, prices, strict=True)])
             is_open = (found > reached) & (self.bounds[left] < below)
             left, reached = left[is_open], found[is_open]
 
     def again(self, solution: Solution, limits: Sequence[float]) -> Solution | None:
-        """The same problem with other limits, stage by stage."""
+        """The same problem with other limits, device group by device group."""
         other = copy(self)
         other.limits, other.bounds = np.array(limits), self.bounds.copy()
-        found = other.solve([self.tables.candidates.index(solution.candidate)], below=np.inf)
-        return found[0] if found else None
+        g = self.tables.candidates.index(solution.candidate)
+        found = other.solve([g], below=np.inf)
+        return other.filled(g, found[0]) if found else None
 
     def refined(
         self, g: int, solution: Solution | None, *, below: float = np.inf, enough: float = np.inf
@@ -135,11 +145,16 @@ class Solver:
         known = min(below, solution.estimate.step_seconds) if solution is not None else below
         if self.num_stages > _MOST_STAGES:
             return solution
-        tables = settled_tables(self.tables, g)
+        problem = SettledProblem.of(self.tables, g)
         if self.num_stages > 1:
-            self.bounds[g] = max(self.bounds[g], self._pipeline_bound(g, tables, known, enough))
+            bound = PipelineBound(
+                problem, self.places, self.limits.tolist(), known_seconds=known, recompute=self.recompute
+            )
+            self.bounds[g] = max(self.bounds[g], self._pipeline_bound(g, bound, known, enough))
         else:
-            found = best_of_one_stage(tables, 0, float(self.limits[0]), recompute=self.recompute, known_seconds=known)
+            found = best_of_one_stage(
+                problem.tables, 0, float(self.limits[0]), recompute=self.recompute, known_seconds=known
+            )
             self.bounds[g] = max(self.bounds[g], found.bound_seconds)
             if found.choice is not None:
                 everything = Packing(first_blocks=(0,), options=(0,) * len(self.tables.network.blocks.blocks))
@@ -148,32 +163,83 @@ class Solver:
             return None
         return replace(solution, bound_seconds=min(float(self.bounds[g]), solution.estimate.step_seconds))
 
-    def _pipeline_bound(self, g: int, tables: Tables, known: float, enough: float) -> float:
+    def filled(self, g: int, solution: Solution | None) -> Solution | None:
+        """A better solution of a problem with several stages, filled segment by segment; or the one that there is."""
+        if not 1 < self.num_stages <= _MOST_STAGES or not np.isfinite(self._totals[g]):
+            return solution
+        problem = SettledProblem.of(self.tables, g)
+        bound = PipelineBound(
+            problem, self.places, self.limits.tolist(), known_seconds=np.inf, recompute=self.recompute
+        )
+        options = self._options(g, problem, self._rows(g))
+        multipliers = bound.multipliers([block_figures(self.tables, g, choice) for choice in options])
+        if multipliers is not None:
+            weight = float(self.tables.weights[g])
+            prices = weight * bound.price_of_seconds(multipliers)
+            rows = {(float(p * share), float(k)) for p, k in zip(prices, bound.kept, strict=True) for share in _AROUND}
+            options += self._options(g, problem, sorted(rows))
+        return self._filled_with(g, options, solution)
+
+    def _filled_with(self, g: int, options: Sequence[Choice], solution: Solution | None) -> Solution | None:
+        """Stages that turn out too large, as what lies between different options needs room too, get less of it."""
+        figures = [block_figures(self.tables, g, choice) for choice in options]
+        limits = np.array(self._stage_limits(g))
+        for _ in range(_FILLINGS):
+            packing = Filler(
+                figures, self.places, self._segment_starts, weight=float(self.tables.weights[g]),
+                kept=self.tables.candidates[g].kept, limits=limits.tolist(),
+            ).packing()  # fmt: skip
+            if packing is None:
+                break
+            choice = self._settled(g, self._merged(options, packing))
+            held = self.estimate(g, choice, packing.first_blocks).group_bytes
+            excess = np.maximum(0.0, np.array(held) - self.limits)
+            if not excess.any():
+                found = self._solution(g, options, packing)
+                return found if found is not None and _is_faster(found, solution) else solution
+            limits = limits - _MORE_ROOM * np.tile(excess, self.schedule.stages_per_group)
+        return solution
+
+    def _rows(self, g: int) -> list[tuple[float, float]]:
+        """Prices of memory, each with the micro-batches that a stage keeps: those of the first stage, of one in the
+        middle and of the last."""
+        counts = sorted({float(k) for k in self.tables.candidates[g].kept})
+        scale = float(self._totals[g]) / (self.num_groups * self.limit_bytes)
+        rows = [(scale * price, k) for k in {counts[0], counts[len(counts) // 2], counts[-1]} for price in _PRICES]
+        return [*rows, (0.0, counts[0])]
+
+    def _options(self, g: int, problem: SettledProblem, rows: Sequence[tuple[float, float]]) -> list[Choice]:
+        """What is best at prices of memory among choices that plans have."""
+        prices, kept = (np.array(own) for own in zip(*rows, strict=True))
+        found = _Minimized.of(problem.costs(prices, kept, recompute=self.recompute))
+        choices = _distinct({float(i): self._settled(g, found.choice(i)) for i in range(len(rows))})
+        return list(choices.values())
+
+    def _pipeline_bound(self, g: int, bound: PipelineBound, known: float, enough: float) -> float:
         """With multipliers that were good for another problem of the batch, or else with its own."""
-        bound = PipelineBound(tables, 0, self.limits.tolist(), known_seconds=known, recompute=self.recompute)
         best = bound.at(self._multipliers).seconds if self._multipliers is not None else 0.0
         if best >= min(enough, (1 - TOLERANCE) * known):
             return best
-        counts = sorted({float(k) for k in kept_micro_batches(self.num_stages, int(tables.num_micro[0]))})
-        scale = float(self._totals[g]) / (self.num_stages * self.limit_bytes)
-        rows = [(scale * price, k) for k in {counts[0], counts[len(counts) // 2], counts[-1]} for price in _PRICES]
-        rows.append((0.0, counts[0]))
-        costs = tables.costs(
-            np.array([price for price, _ in rows]), np.array([k for _, k in rows]), np.zeros(len(rows), dtype=np.intp),
-            recompute=self.recompute,
-        )  # fmt: skip
-        found = _Minimized.of(costs)
-        choices = _distinct({float(i): found.choice(i) for i in range(len(rows))}).values()
-        multipliers = bound.multipliers([block_figures(tables, 0, self._settled(g, choice)) for choice in choices])
+        options = self._options(g, bound.problem, self._rows(g))
+        multipliers = bound.multipliers([block_figures(self.tables, g, choice) for choice in options])
         if multipliers is None:
             return best
-        found_bound = bound.at(multipliers)
-        self._multipliers = replace(multipliers, cut=found_bound.cut)
-        return max(best, found_bound.seconds)
+        found = bound.at(multipliers)
+        self._multipliers = replace(multipliers, cuts=found.cuts)
+        best = max(best, found.seconds)
+        is_enough = best >= min(enough, (1 - TOLERANCE) * known)
+        if is_enough or not np.isfinite(known) or self.schedule.stages_per_group > 1:
+            return best
+        cuts = CutBound(
+            bound.problem, self.places, prices=bound.price_of_seconds(multipliers),
+            kept=bound.kept, limits=self.limits, num_micro=bound.num_micro, recompute=self.recompute,
+        )  # fmt: skip
+        exchange = bound.exchange_seconds
+        return max(best, cuts.seconds(known - exchange) + exchange)
 
     def smallest(self, g: int, price: float) -> Choice:
         """The solution for one price of memory, in shares of that at which all memory costs as much as the step."""
-        scale = float(self._totals[g]) / (self.num_stages * self.limit_bytes)
+        scale = float(self._totals[g]) / (self.num_groups * self.limit_bytes)
         (choice,) = self._at_prices({g: [price * scale]})[g].values()
         return self._settled(g, choice)
 
@@ -181,7 +247,17 @@ class Solver:
         """Of a choice and a cut."""
         figures = block_figures(self.tables, g, choice)
         exchange = exchange_seconds(self.tables, g, choice, first_blocks)
-        return estimate_stages(figures, first_blocks, self.tables.candidates[g].num_micro, exchange)
+        num_micro = self.tables.candidates[g].num_micro
+        return estimate_stages(figures, first_blocks, num_micro, exchange, self.schedule)
+
+    def _stage_limits(self, g: int) -> list[float]:
+        """What each stage may hold. Stages of one group share its memory: half of it evenly, half by the micro-batches
+        that they keep."""
+        kept, count = np.array(self.tables.candidates[g].kept, dtype=float), self.schedule.stages_per_group
+        together = np.tile(kept.reshape(count, self.num_groups).sum(axis=0), count)
+        shares = (1 / count + kept / together) / 2 if count > 1 else np.ones(len(kept))
+        found: list[float] = (np.tile(self.limits, count) * shares).tolist()
+        return found
 
     def _least(self, problems: Indices, prices: Array) -> Array:
         """The least J of problems, each at a price of memory."""
@@ -211,7 +287,7 @@ class Solver:
             return {}
         rows = {}
         for g in problems:
-            scale = float(self._totals[g]) / (self.num_stages * self.limit_bytes)
+            scale = float(self._totals[g]) / (self.num_groups * self.limit_bytes)
             rows[g] = [scale * price for price in _PRICES]
         found = {}
         options = self._at_prices(rows)
@@ -259,8 +335,8 @@ class Solver:
         found: Packing | None = None
         for switches in (self._segment_starts, None):  # None: a segment that is cut may have two options
             for share in _ROOMS if len(options) > 1 else _ROOMS[:1]:
-                limits = [float(share * limit) for limit in self.limits]
-                packing = pack_stages(figures, self.places, num_micro, limits, switches)
+                limits = [share * limit for limit in self._stage_limits(g)]
+                packing = pack_stages(figures, self.places, num_micro, limits, switches, self.schedule)
                 if packing is None:
                     break
                 found, solution = packing, self._solution(g, options, packing)
@@ -272,11 +348,13 @@ class Solver:
         return replace(choice, variables=with_best_junctions(self.tables, g, choice.variables))
 
     def _tighten(self, g: int, total: float, price: float) -> float:
-        """Lagrange's bound, for every cut: stage s at the price λ · k / k_s, with k_s micro-batches kept there and k in
-        the first; then what is saved costs λ · k everywhere, as was counted, and what is stored λ at least."""
-        num_micro = self.tables.candidates[g].num_micro
-        shares = sum(self.kept[g] / k for k in kept_micro_batches(self.num_stages, num_micro))
-        bound = float(total - price * self.limit_bytes * shares) / self.num_stages
+        """Lagrange's bound, for every cut: group s at the price λ · k / k_s, with k_s micro-batches kept there, by its
+        stage that keeps fewest, and k at most anywhere; then what is saved costs λ · k everywhere, as was counted, and
+        what is stored λ at least."""
+        kept = self.tables.candidates[g].kept
+        fewest = [min(kept[group :: self.num_groups]) for group in range(self.num_groups)]
+        shares = sum(self.kept[g] / k for k in fewest)
+        bound = float(total - price * self.limit_bytes * shares) / self.num_groups
         self.bounds[g] = max(self.bounds[g], bound)
         return bound
 
@@ -284,7 +362,7 @@ class Solver:
         """Problem g with every block's option; None if what lies between different options makes it too large."""
         choice = self._settled(g, self._merged(options, packing))
         estimate = self.estimate(g, choice, packing.first_blocks)
-        if any(stage.num_bytes > limit for stage, limit in zip(estimate.stages, self.limits, strict=True)):
+        if any(held > limit for held, limit in zip(estimate.group_bytes, self.limits, strict=True)):
             return None
         return Solution(
             candidate=self.tables.candidates[g],

@@ -22,6 +22,7 @@ from planloom.blocks import BlockGraph
 from planloom.cluster import Cluster
 from planloom.errors import PlanError
 from planloom.layout import Placement, enumerate_placements
+from planloom.search.schedules import MOST_STAGES, ONE_FORWARD_ONE_BACKWARD, TRIED, Schedule, schedules_to_search
 
 AxisKind = Literal["data", "free"]
 AXES = ("dp", "tp", "tp2")
@@ -68,6 +69,7 @@ class Wishes:
     tp2: int | None = None
     pp: int | None = None
     micro: int | None = None
+    schedule: str | None = None
     storage: str | None = None
     recompute: bool = True
     memory_bytes: int | None = None
@@ -90,11 +92,22 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A shape on a placement, with a number of micro-batches."""
+    """A shape on a placement, with a number of micro-batches and a schedule. The shape's stages are device groups, each
+    of which the schedule may give several stages."""
 
     shape: Shape
     placement: Placement
     num_micro: int
+    schedule: Schedule = ONE_FORWARD_ONE_BACKWARD
+
+    @property
+    def num_stages(self) -> int:
+        return self.schedule.num_stages(self.shape.num_stages)
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """How many micro-batches' activations each stage keeps."""
+        return self.schedule.kept(self.shape.num_stages, self.num_micro)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +118,23 @@ class Space:
     micro_batches: tuple[int, ...]
     description: str
     wishes: Wishes = field(default_factory=Wishes)
+    schedules: tuple[Schedule, ...] = (ONE_FORWARD_ONE_BACKWARD,)
+    max_stages: int = 1
+
+    def schedules_of(self, num_groups: int) -> tuple[Schedule, ...]:
+        """The schedules for so many device groups; for one it makes no difference."""
+        return (ONE_FORWARD_ONE_BACKWARD,) if num_groups == 1 else self._having(self.schedules, num_groups)
+
+    def tried_with(self, num_groups: int, num_micro: int) -> tuple[Schedule, ...]:
+        """What is tried with the best plans, beside the space."""
+        if num_groups == 1 or self.wishes.schedule is not None:
+            return ()
+        return tuple(s for s in self._having(TRIED, num_groups) if s.is_possible(num_groups, num_micro))
+
+    def _having(self, schedules: Sequence[Schedule], num_groups: int) -> tuple[Schedule, ...]:
+        """Those with no more stages than there may be."""
+        most = min(MOST_STAGES, self.max_stages)
+        return tuple(s for s in schedules if s.stages_per_group == 1 or s.num_stages(num_groups) <= most)
 
     def placements(self, cluster: Cluster, shape: Shape) -> tuple[Placement, ...]:
         axes = {STAGES: shape.num_stages, **dict(zip(shape.names, shape.sizes, strict=True))}
@@ -119,8 +149,9 @@ def divisors(number: int) -> tuple[int, ...]:
     return tuple(d for d in range(1, number + 1) if number % d == 0)
 
 
-def search_space(num_devices: int, *, batch: int, max_stages: int, wishes: Wishes) -> Space:
-    """All shapes that fill the devices and that the wishes allow; `batch`: what micro-batches divide."""
+def search_space(num_devices: int, *, batch: int, max_stages: int, wishes: Wishes, is_compiled: bool = False) -> Space:
+    """All shapes that fill the devices and that the wishes allow; `batch`: what micro-batches divide;
+    `is_compiled`: are runs compiled?"""
     shapes = []
     for pp in divisors(num_devices):
         if pp > max_stages or wishes.pp not in (None, pp):
@@ -145,7 +176,13 @@ def search_space(num_devices: int, *, batch: int, max_stages: int, wishes: Wishe
             given=f"{wishes.micro} micro-batches of a batch of {batch}",
             required=f"one of {', '.join(map(str, divisors(batch)))}",
         )
-    return Space(shapes=tuple(shapes), micro_batches=micro, description=_described(shapes, micro), wishes=wishes)
+    schedules = schedules_to_search(wishes.schedule, is_compiled=is_compiled)
+    if max(shape.num_stages for shape in shapes) == 1:
+        schedules = (ONE_FORWARD_ONE_BACKWARD,)
+    return Space(
+        shapes=tuple(shapes), micro_batches=micro, description=_described(shapes, micro, schedules), wishes=wishes,
+        schedules=schedules, max_stages=max_stages,
+    )  # fmt: skip
 
 
 def _sizes(num_devices: int, wishes: Wishes) -> Iterator[tuple[int, int, int]]:
@@ -162,13 +199,13 @@ def _sizes(num_devices: int, wishes: Wishes) -> Iterator[tuple[int, int, int]]:
                 yield dp, tp, tp2
 
 
-def _described(shapes: Sequence[Shape], micro: Sequence[int]) -> str:
+def _described(shapes: Sequence[Shape], micro: Sequence[int], schedules: Sequence[Schedule]) -> str:
     stages = sorted({shape.num_stages for shape in shapes})
     return (
         f"{len(shapes)} shapes: {_listed(stages)} stages × a data axis × up to two free axes of {MAX_FREE} devices, on "
         "every placement; "
-        f"{_listed(micro)} micro-batches; per block every dim on every axis; per parameter replicated, ZeRO-1, -2 or "
-        "-3 over the data axis or one free axis"
+        f"{_listed(micro)} micro-batches; schedules {' / '.join(map(str, schedules))}; per block every dim on every "
+        "axis; per parameter replicated, ZeRO-1, -2 or -3 over the data axis or one free axis"
     )
 
 

@@ -6,7 +6,8 @@ micro-batches and one-forward-one-backward,
     step = Σ_s μ_s + (m - 1) · max_s μ_s + max_s σ_s + Σ over cuts of the exchange there and back:
 
 the first micro-batch passes all stages, the others follow at the pace of the slowest. Stage s keeps the activations of
-min(p - s, m) micro-batches, so the first stages are the ones that lack memory.
+min(p - s, m) micro-batches, so the first stages are the ones that lack memory. Other schedules (`schedules`) have other
+weights, keep other numbers of micro-batches, and may give a device group several stages, which share its memory.
 
 Every block comes with several *options*, from fast and large to slow and small: the solutions for a row of prices
 of memory. A stage takes one option for its first segments and another, smaller one for the others; a segment that
@@ -25,6 +26,7 @@ from numpy.typing import NDArray
 
 from planloom.blocks import BlockGraph
 from planloom.search.conversions import Array
+from planloom.search.schedules import ONE_FORWARD_ONE_BACKWARD, Schedule
 
 _BISECTIONS, _CLOSE = 30, 3e-4
 
@@ -64,11 +66,22 @@ class Estimate:
     step_seconds: float
     stages: tuple[StageFigures, ...]
     exchange_seconds: float
+    num_groups: int
+
+    @property
+    def group_bytes(self) -> tuple[float, ...]:
+        """Of every group's devices: of its stages what each holds, and the largest peak."""
+        groups = [self.stages[group :: self.num_groups] for group in range(self.num_groups)]
+        return tuple(
+            sum(stage.stored_bytes + stage.kept_micro * stage.saved_bytes for stage in own)
+            + max(stage.peak_bytes for stage in own)
+            for own in groups
+        )
 
     @property
     def num_bytes(self) -> float:
-        """Of the fullest stage's devices."""
-        return max(stage.num_bytes for stage in self.stages)
+        """Of the fullest group's devices."""
+        return max(self.group_bytes)
 
 
 def cut_places(blocks: BlockGraph) -> tuple[int, ...]:
@@ -89,11 +102,6 @@ def cut_places(blocks: BlockGraph) -> tuple[int, ...]:
     return tuple(at for at in allowed if crossing[at] <= max(2, fewest))
 
 
-def kept_micro_batches(num_stages: int, num_micro: int) -> list[int]:
-    """How many micro-batches' activations each stage keeps under one-forward-one-backward."""
-    return [min(num_stages - s, num_micro) for s in range(num_stages)]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
     """The first block of every stage, and for every block which option it takes."""
@@ -108,13 +116,21 @@ def pack_stages(
     num_micro: int,
     limits: Sequence[float],
     switches: Sequence[int] | None = None,
+    schedule: Schedule = ONE_FORWARD_ONE_BACKWARD,
 ) -> Packing | None:
     """The cut and the options with the least pace; None if nothing fits into memory. `limits`: bytes, stage by
-    stage; `switches`: the places at which a segment begins, and with it another option may (None: all of them)."""
+    stage; `switches`: the places at which a segment begins, and with it another option may (None: all of them).
+
+    With several stages a device group each stage has the same pace.
+    """
     count, num_stages = len(options[0].micro_seconds), len(limits)
     if len(places) + 1 < num_stages:
         return None
-    packer = _Packer(options, np.array([0, *places, count]), num_micro, limits, switches)
+    num_groups = num_stages // schedule.stages_per_group
+    packer = _Packer(
+        options, np.array([0, *places, count]), limits, switches,
+        kept=schedule.kept(num_groups, num_micro), weight=schedule.weight(num_groups, num_micro),
+    )  # fmt: skip
     slowest = max(float(time[-1]) for time in packer.time)
     best = packer.pack(slowest)
     if best is None:
@@ -151,13 +167,14 @@ class _Packer:
         self,
         options: Sequence[BlockFigures],
         edges: NDArray[np.intp],
-        num_micro: int,
         limits: Sequence[float],
         switches: Sequence[int] | None,
+        *,
+        kept: Sequence[int],
+        weight: float,
     ) -> None:
-        num_stages = len(limits)
-        self.edges, self.limits, self.kept = edges, limits, kept_micro_batches(num_stages, num_micro)
-        weight = num_micro + num_stages - 1  # what comes once a step counts as its share of a micro-batch
+        self.edges, self.limits, self.kept = edges, limits, kept
+        # What comes once a step counts as its share of a micro-batch.
         self.time = [_sums(o.micro_seconds + o.step_seconds / weight, edges) for o in options]
         self.stored = [_sums(o.stored_bytes, edges) for o in options]
         self.saved = [_sums(o.saved_bytes, edges) for o in options]
@@ -283,10 +300,15 @@ def _sums(values: Array, edges: NDArray[np.intp]) -> Array:
 
 
 def estimate_stages(
-    figures: BlockFigures, first_blocks: Sequence[int], num_micro: int, exchange_seconds: float
+    figures: BlockFigures,
+    first_blocks: Sequence[int],
+    num_micro: int,
+    exchange_seconds: float,
+    schedule: Schedule = ONE_FORWARD_ONE_BACKWARD,
 ) -> Estimate:
     """The estimate of a cut."""
-    kept = kept_micro_batches(len(first_blocks), num_micro)
+    num_groups = len(first_blocks) // schedule.stages_per_group
+    kept = schedule.kept(num_groups, num_micro)
     edges = [*first_blocks, len(figures.micro_seconds)]
     stages = []
     for s, start in enumerate(first_blocks):
@@ -302,6 +324,14 @@ def estimate_stages(
                 kept_micro=kept[s],
             )
         )
-    micro = [stage.micro_seconds for stage in stages]
-    step = sum(micro) + (num_micro - 1) * max(micro) + max(stage.step_seconds for stage in stages)
-    return Estimate(step_seconds=step + exchange_seconds, stages=tuple(stages), exchange_seconds=exchange_seconds)
+    groups = [stages[group::num_groups] for group in range(num_groups)]
+    slowest = max(sum(stage.micro_seconds for stage in own) for own in groups)
+    last = max(sum(stage.step_seconds for stage in own) for own in groups)
+    latency = schedule.latency
+    step = latency * sum(stage.micro_seconds for stage in stages) + (num_micro - latency) * slowest + last
+    return Estimate(
+        step_seconds=step + exchange_seconds,
+        stages=tuple(stages),
+        exchange_seconds=exchange_seconds,
+        num_groups=num_groups,
+    )

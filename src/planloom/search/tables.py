@@ -90,9 +90,18 @@ class Tables:
         self.cluster = cluster
         self.graph = network.blocks.graph
         self.num_micro = np.array([candidate.num_micro for candidate in candidates])
-        self.weights = (self.num_micro + shape.num_stages - 1).astype(float)
+        self.schedule = candidates[0].schedule
+        """Of all of them."""
+        num_groups = shape.num_stages
+        self.weights = np.array([self.schedule.weight(num_groups, m) for m in self.num_micro.tolist()])
+        self.hidden = np.array([self.schedule.hidden(num_groups, m) for m in self.num_micro.tolist()])
+        """The shares of weight-gradients that cost nothing."""
         self.mesh = _mesh(cluster, shape, candidates, by_volume=works.by_volume)
-        self.options = storage_options(len(shape.sizes), wishes.storage)
+        self.options = tuple(
+            option
+            for option in storage_options(len(shape.sizes), wishes.storage)
+            if option.kind != "zero3" or not self.schedule.is_split
+        )
         self._wishes = wishes
         self._own: dict[object, tuple[Array, Array, Array, Array, ParameterTables | None]] = {}
         self.strategies: dict[Key, Strategies] = {}
@@ -188,8 +197,24 @@ class Tables:
                 np.where(np.isfinite(forward), forward, 0.0), np.where(np.isfinite(backward), backward, 0.0),
                 self.num_micro,
             )  # fmt: skip
+        if self.hidden.any():
+            backward = backward - self.hidden[:, None] * self._weight_seconds(block, distinct)[:, where.reshape(-1)]
         self._own[key] = (forward, backward, saved, peak, parameters)
         return self._own[key]
+
+    def _weight_seconds(self, block: Block, pieces: Rows) -> Array:
+        """Seconds of the weight-gradients of a block: (problems, rows of pieces)."""
+        batch = next((d for d, dim in enumerate(block.dims) if dim.name == BATCH_DIM), -1)
+        found = np.zeros((len(self.candidates), len(pieces)))
+        if not block.parameters:
+            return found
+        for g, micro in enumerate(self.num_micro.tolist()):
+            for i, row in enumerate(pieces.tolist()):
+                if batch >= 0:
+                    row[batch] *= micro
+                if batch < 0 or block.dims[batch].size % row[batch] == 0:
+                    found[g, i] = self.works.weight_seconds(block, tuple(row))
+        return found
 
     def _leaving_bytes(self, variable: Variable) -> Array:
         producer = self.network.blocks.blocks[variable.block]
@@ -394,7 +419,8 @@ def works_of(works: WorkPrices, block: Block, pieces: Rows, micro: int) -> NDArr
 def computing_seconds(
     network: Network, works: WorkPrices, shape: Shape, wishes: Wishes, micro_batches: Sequence[int]
 ) -> list[float]:
-    """A bound on every plan of a shape: each block with the strategy that computes fastest, and the bubble."""
+    """No plan of a shape computes a micro-batch in fewer seconds, all stages together: each block with the strategy
+    that computes fastest."""
     totals = np.zeros(len(micro_batches))
     for key, numbers, _ in network.places_of_keys:
         variable = network.representatives[key]
@@ -408,8 +434,7 @@ def computing_seconds(
         for i, micro in enumerate(micro_batches):
             figures = works_of(works, block, pieces, micro)
             totals[i] += len(numbers) * float((figures[0] + figures[1]).min())
-    weights = np.array([micro + shape.num_stages - 1 for micro in micro_batches]) / shape.num_stages
-    return [float(seconds) for seconds in totals * weights]
+    return [float(seconds) for seconds in totals]
 
 
 def sum_of(arrays: Sequence[Array]) -> Array:

@@ -76,6 +76,7 @@ class WorkPrices:
         self.measured = measured or Measured()
         self._known: dict[Class, Work] = {}
         self._modelled: dict[Class, Work] = {}
+        self._weights: dict[Class, float] = {}
         self._classes: dict[int, object] = {}
         self._kept: dict[int, Kept] = {}
 
@@ -137,6 +138,20 @@ class WorkPrices:
             saved_bytes=memory.saved_bytes,
             peak_bytes=max(memory.forward_peak_bytes, memory.backward_peak_bytes),
         )
+
+    def weight_seconds(self, block: Block, pieces: Pieces) -> float:
+        """What of a block's backward makes the gradients of its parameters: modelled, as a share of the backward."""
+        key = (self.class_of(block), pieces)
+        if key not in self._weights:
+            run = single_run(self.blocks, block, pieces)
+            operations = run_operations(self.blocks, run, num_micro=1)
+            whole, first = (
+                estimate_operations(self.blocks, run, operations, phase, self.device, fused=self.fused).seconds
+                for phase in ("backward", "input_gradient")
+            )
+            share = max(0.0, 1 - first / whole) if whole > 0 else 0.0
+            self._weights[key] = share * self.work(block, pieces).backward_seconds
+        return self._weights[key]
 
     def kept(self, block: Block) -> Kept:
         """What a block keeps at its boundary; no split changes it."""

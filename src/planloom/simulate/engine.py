@@ -4,6 +4,14 @@ Computing and communicating are *activities*: seconds of work that is done at a 
 over the largest sum of loads on any of its links, at most one, and less while its devices compute; the rate of
 computing is less while its device communicates. Rates change only when an activity begins or ends, so between two such
 moments every activity's end is known, and the clock jumps to the next one.
+
+A device under a quota that has waited for another stage has *credit*: what it computes next is over as much earlier as
+it has rested, up to what was measured (`cost.Credit`). Not after collectives: what is computed after one is over
+earlier, too, but the collective, measured with a quota unused, meets one that is spent, and takes longer.
+
+[Empirical] Four ranks of 0.4 cores, small mixture of experts on pairs-of-2x2, 2 vCPU AMD EPYC, 2026-11-18. After waits
+for stages (`pp=4,micro=8`, last stage): forward and backward 14 and 35 ms measured alone, 11 and 33 in the step. With
+collectives (`pp=2,tp=2,micro=8`): a run 5.0 and 6.7 alone, 2.4 and 4.0 in the step; an all-to-all 3.3 alone, 6.0 there.
 """
 
 import heapq
@@ -11,6 +19,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from planloom.cost import Credit
 from planloom.errors import PriceError
 from planloom.program import BodyCall
 from planloom.simulate.links import Link, Loads
@@ -22,6 +31,7 @@ PIPELINE = "pp"
 Place = tuple[int, int]
 """A buffer's number, and the micro-batch."""
 _NOTHING: Loads = {}
+_NO_CREDIT = Credit()
 
 
 @dataclass(eq=False, slots=True)
@@ -61,6 +71,8 @@ class StageClock:
     waited: dict[str, float] = field(default_factory=dict)
     """Seconds of waiting by axis."""
     bubble: float = 0.0
+    rested: float = 0.0
+    """Seconds of waiting for other stages that are not made good yet."""
 
 
 class Engine:
@@ -73,8 +85,9 @@ class Engine:
         *,
         compute_slowdown: float,
         communication_slowdown: float,
+        credit: Credit = _NO_CREDIT,
     ) -> None:
-        self.scripts = scripts
+        self.scripts, self.credit = scripts, credit
         self.slow_compute, self.slow_communication = 1 / compute_slowdown, 1 / communication_slowdown
         self.stages = [StageClock([(c.body, c.micro) for c in of]) for of in calls]
         self.exchanges: dict[tuple[str, int], Activity] = {}
@@ -139,6 +152,9 @@ class Engine:
             seconds = item.seconds
             if not seconds:
                 return True
+            if clock.rested:
+                saved = self.credit.saved(clock.rested, seconds)
+                seconds, clock.rested = seconds - saved, clock.rested - saved
             clock.computing = Activity("", "", (s,), seconds, micro, _NOTHING, parts=item)
             self._begin(clock.computing)
             return False
@@ -222,6 +238,8 @@ class Engine:
         begun = min(max(last.start, start), stop) if is_met else start
         clock.bubble += begun - start
         clock.waited[last.axis] = clock.waited.get(last.axis, 0.0) + stop - begun
+        if last.axis == PIPELINE:
+            clock.rested = min(self.credit.seconds, clock.rested + stop - start)
         if stop > start:
             self.waits.append((s, last.axis, micro, start, stop))
 

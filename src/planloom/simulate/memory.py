@@ -52,6 +52,7 @@ from planloom.program import (
 )
 from planloom.program.schedule import is_last
 from planloom.program.sizes import sizes_of_steps
+from planloom.simulate.rings import RingMemory
 from planloom.simulate.timeline import RoleMemory
 from planloom.simulate.weight_memory import weight_gradient_needs
 
@@ -65,7 +66,7 @@ Bytes = dict[str, int]
 
 
 @dataclass(eq=False, slots=True)
-class _Storage:
+class Storage:
     num_bytes: int
     part: str
     num_holders: int = 1
@@ -75,9 +76,9 @@ class _Storage:
 class _Arrival:
     """Communication under way: what it works with, and what its targets get; `shared`: views of one array."""
 
-    working: _Storage
+    working: Storage
     result_bytes: int
-    shared: _Storage | None = None
+    shared: Storage | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,10 +131,11 @@ class _Walk:
     def __init__(self, program: Program, s: int, prices: Prices, sizes: Mapping[Buffer, int]) -> None:
         self.program, self.stage, self.prices, self.sizes = program, program.stages[s], prices, sizes
         self.graph = prices.blocks.graph
-        self.held: dict[Place, _Storage] = {}
-        self.saved: dict[tuple[int, int], list[_Storage]] = {}
+        self.held: dict[Place, Storage] = {}
+        self.saved: dict[tuple[int, int], list[Storage]] = {}
         self.inputs_of: dict[int, tuple[Buffer, ...]] = {}
         """What the last forward of a run read."""
+        self.rings = RingMemory(self)
         self.arriving: dict[Place, _Arrival] = {}
         self.gathers = {buffer for p in self.stage.parameters for buffer in p.gathers}
         """Gathered parameters and pieces that lie in them: what a run saves of one holds no storage."""
@@ -144,13 +146,13 @@ class _Walk:
         self.total = self.most = 0
         self.when = ""
         for stored in self.stage.parameters:
-            self.held[stored.buffer, -1] = self._make(self.sizes[stored.buffer], "parameters")
+            self.held[stored.buffer, -1] = self.make(self.sizes[stored.buffer], "parameters")
             shard = prod(stored.optimizer_layout.local_sizes(stored.sizes))
             shard *= self.graph.tensors[stored.name].item_bytes
-            self._make(_NUM_MOMENTS * shard, "optimizer")
+            self.make(_NUM_MOMENTS * shard, "optimizer")
             if stored.layout != stored.optimizer_layout:
-                self._make(shard, "optimizer")
-        self._make(given_bytes(self.graph), "inputs")
+                self.make(shard, "optimizer")
+        self.make(given_bytes(self.graph), "inputs")
         self.before = dict(self.live)
 
     def kinds_of_calls(self) -> dict[tuple[str, int], _CallMemory]:
@@ -174,37 +176,42 @@ class _Walk:
 
     # -- storages
 
-    def _make(self, num_bytes: int, part: str) -> _Storage:
+    def make(self, num_bytes: int, part: str) -> Storage:
         self._add(num_bytes, part)
-        return _Storage(num_bytes, part)
+        return Storage(num_bytes, part)
 
     def _add(self, num_bytes: int, part: str) -> None:
         self.live[part] = self.live.get(part, 0) + num_bytes
         self.total += num_bytes
 
-    def _drop(self, storage: _Storage | None) -> None:
+    def drop(self, storage: Storage | None) -> None:
         if storage is not None:
             storage.num_holders -= 1
             if storage.num_holders == 0:
                 self._add(-storage.num_bytes, storage.part)
 
-    def _rise(self, what: str, extra: int = 0, part: str = "temporaries") -> None:
+    def rise(self, what: str, extra: int = 0, part: str = "temporaries") -> None:
         """Is this the highest point so far?"""
         if self.total + extra > self.most:
             self.most = self.total + extra
             self.highest = _plus(self.live, {part: extra})
             self.when = what
 
-    def _put(self, buffer: Buffer, micro: int, storage: _Storage) -> None:
+    def put(self, buffer: Buffer, micro: int, storage: Storage) -> None:
         place = _place(buffer, micro)
         old = self.held.get(place)
         self.held[place] = storage
-        self._drop(old)
+        self.drop(old)
 
-    def _keep(self, buffer: Buffer, micro: int) -> _Storage:
+    def _keep(self, buffer: Buffer, micro: int) -> Storage:
         storage = self.held[_place(buffer, micro)]
         storage.num_holders += 1
         return storage
+
+    def keep_flagged(self, buffers: Sequence[Buffer], flags: Sequence[bool], micro: int) -> list[Storage]:
+        """Hold on to what is flagged, but for what is gathered again."""
+        pairs = zip(buffers, flags, strict=True)
+        return [self._keep(b, micro) for b, is_kept in pairs if is_kept and b not in self.gathers]
 
     # -- instructions
 
@@ -222,33 +229,33 @@ class _Walk:
             case Send(source=source, transfers=transfers, sizes=sizes):
                 copied = _apart_bytes([(t.source, t.source_box) for t in transfers], sizes, self.sizes[source])
                 if copied:
-                    self.arriving[_place(source, micro)] = _Arrival(self._make(copied, "communication"), -1)
+                    self.arriving[_place(source, micro)] = _Arrival(self.make(copied, "communication"), -1)
             case Receive(target=target, transfers=transfers, sizes=sizes):
                 copied = _apart_bytes([(t.target, t.target_box) for t in transfers], sizes, self.sizes[target])
-                working = self._make(self.sizes[target] + copied, "communication")
+                working = self.make(self.sizes[target] + copied, "communication")
                 self.arriving[_place(target, micro)] = _Arrival(working, self.sizes[target])
             case Wait():
                 self._wait(instruction, micro)
             case Sum(target=target, tensor=tensor):
-                self._put(target, micro, self._make(self.sizes[target], self._part(tensor)))
+                self.put(target, micro, self.make(self.sizes[target], self._part(tensor)))
             case Accumulate(target=target, source=source, tensor=tensor):
                 self._accumulate(target, source, tensor, micro)
             case Take(source=source, target=target, box=box, sizes=sizes):
                 if lies_together(box, sizes):
-                    self._put(target, micro, self._keep(source, micro))
+                    self.put(target, micro, self._keep(source, micro))
                     self.gathers.update({target} if source in self.gathers else ())
                 else:
-                    self._put(target, micro, self._make(self.sizes[target], self._part_of_pieces(source, micro)))
+                    self.put(target, micro, self.make(self.sizes[target], self._part_of_pieces(source, micro)))
             case Put(source=source, target=target):
                 if _place(target, micro) not in self.held:
-                    self._put(target, micro, self._make(self.sizes[target], self._part_of_pieces(source, micro)))
+                    self.put(target, micro, self.make(self.sizes[target], self._part_of_pieces(source, micro)))
             case Seed(target=target):
-                self._put(target, micro, self._make(self.sizes[target], "temporaries"))
+                self.put(target, micro, self.make(self.sizes[target], "temporaries"))
             case Free(buffer=buffer):
-                self._drop(self.held.pop(_place(buffer, micro), None))
+                self.drop(self.held.pop(_place(buffer, micro), None))
             case Update():
-                self._rise("update", self.prices.update_bytes(self.stage))
-        self._rise(call.body)
+                self.rise("update", self.prices.update_bytes(self.stage))
+        self.rise(call.body)
 
     def _part(self, tensor: str) -> str:
         return "gradients" if tensor in self.parameters else "temporaries"
@@ -258,62 +265,68 @@ class _Walk:
         part = self.held[_place(source, micro)].part
         return "activations" if part == "parameters" else part
 
-    def _run_memory(self, run: int) -> RunMemory:
+    def run_memory(self, run: int) -> RunMemory:
         return self.prices.run_memory(self.program, self.program.runs[run])
 
     def _forward(self, forward: Forward, micro: int) -> None:
-        memory = self._run_memory(forward.run)
+        run = self.program.runs[forward.run]
+        if run.turn is not None:
+            self.rings.forward(forward, run, micro)
+            return
+        memory = self.run_memory(forward.run)
         what = "recomputation" if forward.again else "forward"
-        self._rise(f"{what} of run {forward.run}", memory.forward_peak_bytes)
+        self.rise(f"{what} of run {forward.run}", memory.forward_peak_bytes)
         for buffer in forward.outputs:
-            self._put(buffer, micro, self._make(self.sizes[buffer], "activations"))
+            self.put(buffer, micro, self.make(self.sizes[buffer], "activations"))
         if not forward.saves:
             return
-        kept = [self._make(memory.saved_bytes, "activations")]
-        kept += [self._keep(b, micro) for b, is_kept in zip(forward.inputs, memory.saved_inputs, strict=True)
-                 if is_kept and b not in self.gathers]  # fmt: skip
-        kept += [self._keep(b, micro) for b, is_kept in zip(forward.outputs, memory.saved_outputs, strict=True)
-                 if is_kept]  # fmt: skip
+        kept = [self.make(memory.saved_bytes, "activations")]
+        kept += self.keep_flagged(forward.inputs, memory.saved_inputs, micro)
+        kept += self.keep_flagged(forward.outputs, memory.saved_outputs, micro)
         self.saved[forward.run, micro] = kept
         self.inputs_of[forward.run] = forward.inputs
 
     def _backward(self, backward: Backward, micro: int) -> None:
-        self._rise(f"backward of run {backward.run}", self._run_memory(backward.run).backward_peak_bytes)
+        run = self.program.runs[backward.run]
+        if run.turn is not None:
+            self.rings.backward(backward, run, micro)
+            return
+        self.rise(f"backward of run {backward.run}", self.run_memory(backward.run).backward_peak_bytes)
         saved = self.saved.pop((backward.run, micro))
         if backward.is_split:
             self.saved[backward.run, micro] = self._left_over(backward.run, saved)
         else:
             for storage in saved:
-                self._drop(storage)
-        self._give(backward, micro)
+                self.drop(storage)
+        self.give(backward, micro)
 
-    def _left_over(self, run: int, saved: Sequence[_Storage]) -> list[_Storage]:
+    def _left_over(self, run: int, saved: Sequence[Storage]) -> list[Storage]:
         """What weight-gradients need: what was saved of activations that met parameters, and cotangents."""
         needed = weight_gradient_needs(self.prices.blocks, self.program, self.program.runs[run])
-        memory = self._run_memory(run)
+        memory = self.run_memory(run)
         own, *boundary = saved
-        self._drop(own)
-        kept = [self._make(needed.made_bytes + needed.cotangent_bytes, "activations")]
+        self.drop(own)
+        kept = [self.make(needed.made_bytes + needed.cotangent_bytes, "activations")]
         slots = [i for i, (is_kept, b) in enumerate(zip(memory.saved_inputs, self.inputs_of[run], strict=True))
                  if is_kept and b not in self.gathers]  # fmt: skip
         for i, storage in enumerate(boundary):
             if i < len(slots) and slots[i] in needed.slots:
                 kept.append(storage)
             else:
-                self._drop(storage)
+                self.drop(storage)
         return kept
 
     def _weight_gradient(self, rest: WeightGradient, micro: int) -> None:
-        self._give(rest, micro)
-        self._rise(f"weight-gradients of run {rest.run}")
+        self.give(rest, micro)
+        self.rise(f"weight-gradients of run {rest.run}")
         for storage in self.saved.pop((rest.run, micro)):
-            self._drop(storage)
+            self.drop(storage)
 
-    def _give(self, instruction: Backward | WeightGradient, micro: int) -> None:
+    def give(self, instruction: Backward | WeightGradient, micro: int) -> None:
         slots = self.program.runs[instruction.run].inputs
         for buffer, slot in zip(instruction.outputs, slots, strict=True):
             if buffer is not None:
-                self._put(buffer, micro, self._make(self.sizes[buffer], self._part(slot.tensor)))
+                self.put(buffer, micro, self.make(self.sizes[buffer], self._part(slot.tensor)))
 
     def _accumulate(self, target: Buffer, source: Buffer, tensor: str, micro: int) -> None:
         place = _place(target, micro)
@@ -321,9 +334,9 @@ class _Walk:
             self.held[place] = self._keep(source, micro)
             self.borrowed.add(place)
         elif place in self.borrowed:
-            made = self._make(self.sizes[target], self._part(tensor))
-            self._rise("second micro-batch's gradient")
-            self._put(target, micro, made)
+            made = self.make(self.sizes[target], self._part(tensor))
+            self.rise("second micro-batch's gradient")
+            self.put(target, micro, made)
             self.borrowed.discard(place)
 
     # -- communication
@@ -332,21 +345,21 @@ class _Walk:
         members = collectives_in(instruction)
         if all(step.is_local for step in members[0].steps):
             for collective in members:
-                result = self._make(self.sizes[collective.target], self._part(collective.tensor))
-                self._put(collective.target, micro, result)
+                result = self.make(self.sizes[collective.target], self._part(collective.tensor))
+                self.put(collective.target, micro, result)
             return
         is_copied = isinstance(instruction, Coalesced)
         steps = [sizes_of_steps(self.graph, collective) for collective in members]
         totals = [sum(column) for column in zip(*steps, strict=True)]
-        working = self._make(_working_bytes(members[0], totals, is_copied=is_copied), "communication")
+        working = self.make(_working_bytes(members[0], totals, is_copied=is_copied), "communication")
         working.num_holders = len(members)
         shared = None
         if is_copied and not members[0].steps[-1].along:
-            shared = _Storage(totals[-1], "", num_holders=len(members))
+            shared = Storage(totals[-1], "", num_holders=len(members))
         for collective, sizes in zip(members, steps, strict=True):
             self.arriving[_place(collective.target, micro)] = _Arrival(working, sizes[-1], shared)
             if isinstance(instruction, Coalesced) and instruction.takes_sources:
-                self._drop(self.held.pop(_place(collective.source, micro), None))
+                self.drop(self.held.pop(_place(collective.source, micro), None))
 
     def _wait(self, wait: Wait, micro: int) -> None:
         places = [_place(wait.buffer, micro - wait.lag)]
@@ -357,28 +370,28 @@ class _Walk:
             if arrival is not None:
                 self._arrive(place, arrival)
             if wait.free:
-                self._drop(self.held.pop(place, None))
+                self.drop(self.held.pop(place, None))
 
     def _arrive(self, place: Place, arrival: _Arrival) -> None:
         buffer = place[0]
         if arrival.result_bytes < 0:  # a send
-            self._drop(arrival.working)
+            self.drop(arrival.working)
         elif buffer in self.gathers:  # copied to where autograd expects it
-            self.held[place] = self._make(arrival.result_bytes, "parameters")
-            self._rise("gathered parameters")
-            self._drop(arrival.working)
+            self.held[place] = self.make(arrival.result_bytes, "parameters")
+            self.rise("gathered parameters")
+            self.drop(arrival.working)
         elif place in self.held and self.held[place].part == "parameters":
-            self._drop(arrival.working)
+            self.drop(arrival.working)
         elif arrival.shared is not None:
             if not arrival.shared.part:
                 arrival.shared.part = self._part(buffer.tensor)
                 self._add(arrival.shared.num_bytes, arrival.shared.part)
                 arrival.working.num_holders = 1  # the results lie in what it worked with
-                self._drop(arrival.working)
+                self.drop(arrival.working)
             self.held[place] = arrival.shared
         else:
-            self._drop(arrival.working)
-            self._put(*place, self._make(arrival.result_bytes, self._part_of_value(buffer)))
+            self.drop(arrival.working)
+            self.put(*place, self.make(arrival.result_bytes, self._part_of_value(buffer)))
 
     def _part_of_value(self, buffer: Buffer) -> str:
         if buffer.tensor in self.parameters:
@@ -400,6 +413,8 @@ def _working_bytes(collective: Collective, totals: Sequence[int], *, is_copied: 
                 needed = 2 * before + after
             case "all_to_all":
                 needed = 3 * before
+            case "rotate":  # what a ring sends lies together
+                needed = after
             case _:
                 needed = before + after
         most = max(most, needed)

@@ -46,7 +46,7 @@ from planloom.program import (
 )
 from planloom.program.schedule import EXIT
 from planloom.program.shared import between_roles
-from planloom.program.sizes import sizes_of_steps
+from planloom.program.sizes import mask_bytes_of_steps, sizes_of_steps
 from planloom.simulate.links import Links, Loads
 from planloom.simulate.timeline import Stream
 
@@ -256,12 +256,18 @@ class ScriptWriter:
         return [self._busy("Accumulate", price)]
 
     def _begin(self, s: int, collectives: tuple[Collective, ...]) -> list[Item]:
-        """A collective with the sum of its steps' seconds; several as one, with the sum of their bytes."""
+        """A collective with the sum of its steps' seconds; several as one, with the sum of their bytes.
+
+        A step that brings rows of a ragged tensor is two, its mask's and its rows'.
+        """
         steps = collectives[0].steps
         bytes_of = [sizes_of_steps(self.graph, collective) for collective in collectives]
         seconds, busy = 0.0, dict[int, float]()
-        for i, step in enumerate(steps):
-            price = self._seen(self.prices.step(step, sum(each[i] for each in bytes_of)))
+        masks = [sum(column) for column in zip(*map(mask_bytes_of_steps, collectives), strict=True)]
+        sent = [(step, sum(each[i] for each in bytes_of)) for i, step in enumerate(steps)]
+        sent += [(step, num_bytes) for step, num_bytes in zip(steps, masks, strict=True) if num_bytes]
+        for step, num_bytes in sent:
+            price = self._seen(self.prices.step(step, num_bytes))
             seconds += price.seconds
             for level, at in price.busy:
                 busy[level] = busy.get(level, 0.0) + at

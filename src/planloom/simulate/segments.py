@@ -42,7 +42,8 @@ class Corrected:
 
     def alone_seconds(self, items: Sequence[Item]) -> float:
         """From the first item until all that was started has ended, with nothing else under way."""
-        own = [item for item in items if not isinstance(item, Half)]
+        own = [replace(item, roles=()) if isinstance(item, Begin) else item for item in items]
+        own = [item for item in own if not isinstance(item, Half)]
         started = [key for item in own if isinstance(item, Begin) for key in item.targets]
         own += [Await(key, 0, False) for key in started]
         engine = Engine(

@@ -71,6 +71,7 @@ def _simulate(
         scripts,
         compute_slowdown=prices.compute_slowdown,
         communication_slowdown=prices.communication_slowdown,
+        credit=prices.credit,
     )
     step_seconds = engine.run()
     exposed, bubble = _waiting(program, engine, step_seconds)

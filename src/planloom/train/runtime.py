@@ -13,6 +13,7 @@ from planloom.blocks import BlockGraph
 from planloom.execute import Given, LocalRun, RunVjp, local_slice
 from planloom.execute.background import Task
 from planloom.execute.pieces import dims, put, take
+from planloom.execute.ring_attention import LocalTurn, Rings
 from planloom.execute.split_vjp import SplitVjp
 from planloom.execute.vjp import Local
 from planloom.execute.wire import Finish, Wire
@@ -71,6 +72,7 @@ class Runtime:
         self.buffers = {name: buffers[name].clone() for name in blocks.graph.updates}
         self._memory: dict[Place, Tensor] = {}
         self._borrowed: set[Place] = set()
+        self._rings = Rings()
         self._saved: dict[tuple[int, int], RunVjp | SplitVjp] = {}
         self._in_flight: dict[Place, list[tuple[Finish, bool]]] = {}
         self._stored = {stored.name: stored for stored in self.stage.parameters}
@@ -88,6 +90,7 @@ class Runtime:
             for run in program.runs
             if device in program.mesh_of(run.stage).devices
         }
+        self._turns = {number: local for number, local in self._local.items() if isinstance(local, LocalTurn)}
         self.shards: dict[str, Tensor] = {}
         for stored in self.stage.parameters:
             self._store(stored, parameters[stored.name])
@@ -98,9 +101,11 @@ class Runtime:
         self._tasks: list[tuple[Task[object], str, int]] = []
         wire.create_groups(_all_groups(program))
 
-    def _prepared(self, run: Run, make_local: Callable[[LocalRun], Local]) -> Local:
+    def _prepared(self, run: Run, make_local: Callable[[LocalRun], Local]) -> Local | LocalTurn:
         """A run as a function; one whose backward is split is cut at its parameters, and is not compiled."""
         coordinates = self.program.mesh_of(run.stage).coordinates(self.device)
+        if run.turn is not None:
+            return LocalTurn(self.blocks, run, coordinates, num_micro=self.program.num_micro_batches)
         local = LocalRun(self.blocks, run, coordinates, num_micro=self.program.num_micro_batches)
         return local if run.index in self._split else make_local(local)
 
@@ -188,6 +193,14 @@ class Runtime:
 
     def _carry_out(self, instruction: Instruction, micro: int, given: Mapping[str, Tensor]) -> None:
         match instruction:
+            case Forward(run=run, inputs=inputs, outputs=outputs) if run in self._turns:
+                values = [self._get(b, micro) for b in inputs]
+                made = self._rings.forward(self._turns[run], values, given, micro, saves=instruction.saves)
+                self._put_all(outputs, made, micro)
+            case Backward(run=run, cotangents=cotangents, outputs=outputs, again=again) if run in self._turns:
+                taken = [None if b is None else self._get(b, micro) for b in cotangents]
+                held = [self._get(b, micro) for b in again]
+                self._put_all(outputs, self._rings.backward(self._turns[run], taken, held, micro), micro)
             case Forward(run=run, inputs=inputs, outputs=outputs, saves=saves):
                 vjp = self._vjp(run, saves)(self._local[run], [self._get(b, micro) for b in inputs], given, micro)
                 if saves:

@@ -5,9 +5,10 @@ alignment (MSA) of shape [batch, sequences, residues] becomes an MSA representat
 representation z [b, r, r, c_z]. A block (algorithm 6) updates both: row attention of m biased by z, column attention of
 m, transition, outer product mean of m into z, triangle multiplications and triangle attentions of z, transition.
 
-The whole trunk runs `num_recycles` + 1 times; the first row of m and z of a pass enter the next one, cut from the graph
-of gradients: only the last pass is differentiated. The loss is that of masked MSA entries plus that of binned distances
-(weights 2 and 0.3, equation 7 of the supplement). There are no templates, no extra MSA and no structure module.
+The whole trunk, with its embeddings, runs `num_recycles` + 1 times; the first row of m and z of a pass enter the next
+one, cut from the graph of gradients: only the last pass is differentiated. The loss is that of masked MSA entries plus
+that of binned distances (weights 2 and 0.3, equation 7 of the supplement). There are no templates, no extra MSA and no
+structure module.
 
 It is here, and not in `examples/`, so that the preset `evoformer` works from an installed package.
 """
@@ -43,15 +44,18 @@ class EvoformerConfig:
 
 
 class GatedAttention(nn.Module):
-    """Attention along the last but one dim, gated, and biased by a pair representation where it has one.
+    """Attention along rows, or along columns, gated, and biased by a pair representation where it has one.
 
-    With m it is row attention (algorithm 7); on transposed m without a bias column attention (8); with z, which is its
-    own bias, triangle attention around the starting node (13), and on transposed z around the ending node (14).
+    With m it is row attention (algorithm 7), or column attention without a bias (8); with z, which is its own bias,
+    triangle attention around the starting node (13), along columns around the ending node (14). Only queries, keys and
+    values are turned: norms and maps read x as it is.
     """
 
-    def __init__(self, channels: int, heads: int, head_size: int, *, pair_channels: int | None) -> None:
+    def __init__(
+        self, channels: int, heads: int, head_size: int, *, pair_channels: int | None, along_columns: bool = False
+    ) -> None:
         super().__init__()
-        self.heads, self.head_size = heads, head_size
+        self.heads, self.head_size, self.along_columns = heads, head_size, along_columns
         self.norm = nn.LayerNorm(channels)
         self.query, self.key, self.value = (nn.Linear(channels, heads * head_size, bias=False) for _ in range(3))
         self.gate = nn.Linear(channels, heads * head_size)
@@ -67,13 +71,17 @@ class GatedAttention(nn.Module):
         logits = q @ k.transpose(-1, -2) * self.head_size**-0.5
         if self.bias is not None:
             assert pair is not None
-            logits = logits + self.bias(self.pair_norm(pair)).permute(0, 3, 1, 2).unsqueeze(1)
-        mixed = (torch.softmax(logits, dim=-1) @ v).transpose(-2, -3).flatten(-2)
-        return self.out(torch.sigmoid(self.gate(x)) * mixed)
+            bias = self.bias(self.pair_norm(pair)).permute(0, 3, 1, 2)
+            logits = logits + (bias.transpose(-1, -2) if self.along_columns else bias).unsqueeze(1)
+        mixed = (torch.softmax(logits, dim=-1) @ v).permute(
+            *((0, 3, 1, 2, 4) if self.along_columns else (0, 1, 3, 2, 4))
+        )
+        return self.out(torch.sigmoid(self.gate(x)) * mixed.flatten(-2))
 
     def _by_head(self, x: Tensor) -> Tensor:
-        """[b, rows, n, heads · size] to [b, rows, heads, n, size]."""
-        return x.unflatten(-1, (self.heads, self.head_size)).transpose(-2, -3)
+        """[b, rows, n, heads · size] to [b, rows, heads, n, size]; [b, n, columns, …] to [b, columns, heads, n, size]."""
+        x = x.unflatten(-1, (self.heads, self.head_size))
+        return x.permute(*((0, 2, 3, 1, 4) if self.along_columns else (0, 1, 3, 2, 4)))
 
 
 class Transition(nn.Module):
@@ -129,25 +137,24 @@ class EvoformerBlock(nn.Module):
         c_m, c_z, size = config.msa_channels, config.pair_channels, config.head_size
         self.msa_dropout, self.pair_dropout = config.msa_dropout, config.pair_dropout
         self.row_attention = GatedAttention(c_m, config.msa_heads, size, pair_channels=c_z)
-        self.column_attention = GatedAttention(c_m, config.msa_heads, size, pair_channels=None)
+        self.column_attention = GatedAttention(c_m, config.msa_heads, size, pair_channels=None, along_columns=True)
         self.msa_transition = Transition(c_m, config.transition_factor)
         self.outer_product_mean = OuterProductMean(c_m, c_z, config.outer_channels)
         self.triangle_out = TriangleMultiplication(c_z, outgoing=True)
         self.triangle_in = TriangleMultiplication(c_z, outgoing=False)
         self.triangle_start = GatedAttention(c_z, config.pair_heads, size, pair_channels=c_z)
-        self.triangle_end = GatedAttention(c_z, config.pair_heads, size, pair_channels=c_z)
+        self.triangle_end = GatedAttention(c_z, config.pair_heads, size, pair_channels=c_z, along_columns=True)
         self.pair_transition = Transition(c_z, config.transition_factor)
 
     def forward(self, msa: Tensor, pair: Tensor) -> tuple[Tensor, Tensor]:
         msa = msa + self._dropout(self.row_attention(msa, pair), self.msa_dropout, shared=1)
-        msa = msa + self.column_attention(msa.transpose(1, 2)).transpose(1, 2)
+        msa = msa + self.column_attention(msa)
         msa = msa + self.msa_transition(msa)
         pair = pair + self.outer_product_mean(msa)
         pair = pair + self._dropout(self.triangle_out(pair), self.pair_dropout, shared=1)
         pair = pair + self._dropout(self.triangle_in(pair), self.pair_dropout, shared=1)
         pair = pair + self._dropout(self.triangle_start(pair, pair), self.pair_dropout, shared=1)
-        turned = pair.transpose(1, 2)
-        pair = pair + self._dropout(self.triangle_end(turned, turned).transpose(1, 2), self.pair_dropout, shared=2)
+        pair = pair + self._dropout(self.triangle_end(pair, pair), self.pair_dropout, shared=2)
         return msa, pair + self.pair_transition(pair)
 
     def _dropout(self, x: Tensor, rate: float, *, shared: int) -> Tensor:
@@ -172,12 +179,11 @@ class Evoformer(nn.Module):
         self.distance_head = nn.Linear(c_z, NUM_DISTANCE_BINS)
 
     def forward(self, msa: Tensor, msa_labels: Tensor, distances: Tensor) -> Tensor:
-        m, z = self._embed(msa)
-        row, pair = torch.zeros_like(m[:, 0]), torch.zeros_like(z)
+        before = None
         for _ in range(self.num_recycles):
-            _, row, pair = self._pass(m, z, row, pair)
-            row, pair = row.detach(), pair.detach()
-        last, _, pair = self._pass(m, z, row, pair)
+            _, row, pair = self._pass(msa, before)
+            before = row.detach(), pair.detach()
+        last, _, pair = self._pass(msa, before)
         distance_logits = self.distance_head(pair + pair.transpose(1, 2))
         msa_loss = F.cross_entropy(self.msa_head(last).flatten(0, 2), msa_labels.flatten())
         distance_loss = F.cross_entropy(distance_logits.flatten(0, 2), distances.flatten())
@@ -191,17 +197,20 @@ class Evoformer(nn.Module):
         pair = self.embed_left(target).unsqueeze(2) + self.embed_right(target).unsqueeze(1)
         return self.embed_msa(msa) + self.embed_target(target).unsqueeze(1), pair + self.embed_offset(offsets)
 
-    def _pass(self, m: Tensor, z: Tensor, row: Tensor, pair: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _pass(self, msa: Tensor, before: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """One pass over all blocks, from what the pass before it left (algorithm 32, without positions).
 
-        The row is added through a mask, because a slice of one sequence cannot be split over devices.
+        Each pass embeds anew, as AlphaFold's iterations do: a pass that is not differentiated is so as a whole. The row
+        is added and taken through a mask, because a slice of one sequence cannot be split over devices.
         """
-        is_first = (torch.arange(m.shape[1], device=m.device) == 0).to(m.dtype)
-        m = m + is_first[:, None, None] * self.norm_row(row).unsqueeze(1)
+        m, z = self._embed(msa)
+        row, pair = (torch.zeros_like(m[:, 0]), torch.zeros_like(z)) if before is None else before
+        is_first = (torch.arange(m.shape[1], device=m.device) == 0).to(m.dtype)[:, None, None]
+        m = m + is_first * self.norm_row(row).unsqueeze(1)
         z = z + self.norm_pair(pair)
         for block in self.blocks:
             m, z = block(m, z)
-        return m, m[:, 0], z
+        return m, (is_first * m).sum(dim=1), z
 
 
 def batch_for(config: EvoformerConfig, batch: int, *, seed: int = 0) -> dict[str, Tensor]:

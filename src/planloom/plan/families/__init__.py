@@ -4,11 +4,17 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from planloom.errors import PlanError
+from planloom.plan.families.axial import AXIAL
+from planloom.plan.families.context import CONTEXT
 from planloom.plan.families.interlaced import INTERLACED
+from planloom.plan.families.pieces import PIECES
 from planloom.plan.families.recipe import Family, Option, Recipe
+from planloom.plan.families.recycled import RECYCLED
 from planloom.plan.families.usual import USUAL
 
-FAMILIES: Mapping[str, Family] = MappingProxyType({family.name: family for family in (*USUAL, INTERLACED)})
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {family.name: family for family in (*USUAL, *CONTEXT, INTERLACED, *PIECES, RECYCLED, AXIAL)}
+)
 
 
 def parse_recipe(text: str) -> Recipe:

@@ -13,7 +13,7 @@ from planloom.errors import PlanError
 from planloom.layout import Mesh
 from planloom.plan.draft import Draft, draft
 from planloom.plan.families.recipe import BatchSpec, Family, Options
-from planloom.plan.parallel import is_head, op_work, recompute_layers, sharded, slices, tensor_parallel
+from planloom.plan.parallel import block_work, is_head, recompute_layers, sharded, slices, tensor_parallel
 
 
 def interlaced(blocks: BlockGraph, options: Options, *, mesh: Mesh, batch: BatchSpec) -> Draft:
@@ -60,7 +60,7 @@ def _kinds(block: Block) -> set[str]:
 
 def _in_stages(blocks: BlockGraph, layers: Sequence[int], num_stages: int) -> dict[int, int]:
     """Cut the blocks of layers into about equal work: all groups take their turns together, so the largest counts."""
-    work = {index: sum(op_work(blocks.graph, op) for op in blocks.blocks[index].ops) for index in layers}
+    work = {index: block_work(blocks.graph, blocks.blocks[index]) for index in layers}
     places = [layers[0], *_places(blocks, layers, num_stages)]
     behind = [sum(work[i] for i in layers if i < place) for place in places]
     done = [*behind, sum(work.values())]

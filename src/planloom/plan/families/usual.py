@@ -3,7 +3,8 @@
 megatron    tensor, sequence, pipeline and data parallel with a distributed optimizer (Narayanan et al. 2021,
             Korthikanti et al. 2022)
 fsdp, hsdp  every parameter in shards and gathered for its use; hsdp: shards inside a group, groups replicate
-atp         2-D tensor parallel on a mesh d1 × d2, column- and row-first in turn (Cheng et al. 2023)
+atp         2-D tensor parallel on a mesh d1 × d2, column- and row-first in turn (Cheng et al. 2023); one of several
+            chunks is reduced while the next is computed
 experts     data parallel everywhere but between dispatch and combine, where the experts are split
 looped      breadth-first pipelines, several stages a group, with parameters in shards (Lamy-Poirier 2023)
 zb          1F1B with weight gradients apart, which fill the drain (Qi et al. 2023)
@@ -14,6 +15,7 @@ from planloom.layout import Mesh
 from planloom.plan.draft import Draft, draft
 from planloom.plan.families.recipe import BatchSpec, Family, Options
 from planloom.plan.parallel import expert_parallel, pipelined, recompute_layers, sharded, tensor_parallel
+from planloom.plan.pieces import in_chunks
 
 
 def _megatron(blocks: BlockGraph, options: Options, *, mesh: Mesh, batch: BatchSpec) -> Draft:
@@ -40,7 +42,8 @@ def _hsdp(blocks: BlockGraph, options: Options, *, mesh: Mesh, batch: BatchSpec)
 
 def _atp(blocks: BlockGraph, options: Options, *, mesh: Mesh, batch: BatchSpec) -> Draft:
     written = tensor_parallel(draft(blocks, mesh, batch=batch), "d1", "d2", vocab=bool(options["vocab"]))
-    return written.split("*", batch="dp") if mesh.axis("dp").size > 1 else written
+    written = written.split("*", batch="dp") if mesh.axis("dp").size > 1 else written
+    return in_chunks(written, chunks=int(options["chunks"])) if int(options["chunks"]) > 1 else written
 
 
 def _experts(blocks: BlockGraph, options: Options, *, mesh: Mesh, batch: BatchSpec) -> Draft:
@@ -87,9 +90,9 @@ USUAL = (
     ),
     Family(
         name="atp",
-        about="2-D tensor parallel, column- and row-first in turn",
+        about="2-D tensor parallel, column- and row-first in turn; layers in chunks",
         axes=("dp", "d1", "d2"),
-        options={"d1": 2, "d2": 2, "dp": 1, "vocab": True},
+        options={"d1": 2, "d2": 2, "dp": 1, "vocab": True, "chunks": 1},
         write=_atp,
     ),
     Family(

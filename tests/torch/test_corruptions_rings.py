@@ -1,0 +1,47 @@
+"""Corrupted rings: refused if and only if they mean something else."""
+
+from functools import cache
+from random import Random
+
+import pytest
+
+from tests.corruptions import FAMILIES, Corruption
+from tests.corruptions_rings import RINGS, rotate_the_other_way
+from tests.judging import Outcome, judge, require_named, require_right
+
+CASES = [("llama", "context:cp=4"), ("gpt", "context:cp=2,dp=2,micro=2"), ("llama", "context:cp=4,recompute,zero3")]
+ALL = dict.fromkeys((*RINGS, *(corruption for family in FAMILIES.values() for corruption in family)))
+
+
+@cache
+def outcomes(corruption: Corruption, count: int) -> tuple[Outcome, ...]:
+    found = []
+    for model, plan in CASES[: 2 if count <= 4 else 3]:
+        random = Random(f"{model} {plan} {corruption.__name__} {count}")
+        judged = [judge(model, plan, corruption, random, number) for number in range(count)]
+        found += [outcome for outcome in judged if outcome is not None]
+    assert found
+    return tuple(found)
+
+
+@pytest.mark.parametrize("corruption", RINGS)
+def test_refused_if_and_only_if_changed(corruption: Corruption) -> None:
+    found = outcomes(corruption, 4)
+    require_right(found)
+    require_named(found)
+    assert any(outcome.is_changed for outcome in found)
+
+
+def test_of_two_devices_both_ways_are_one() -> None:
+    found = [outcome for outcome in outcomes(rotate_the_other_way, 4) if outcome.place.startswith("gpt")]
+    assert found
+    assert not any(outcome.is_changed for outcome in found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("corruption", ALL)
+def test_many_corruptions(corruption: Corruption) -> None:
+    found = outcomes(corruption, 12)
+    require_right(found)
+    require_named(found)
