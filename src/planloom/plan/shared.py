@@ -15,7 +15,7 @@ and none waits for another if a forward takes no longer than a backward. Between
 
 each of which the last round has made ready. With equal stages M micro-batches take (M + G − 1)(F + B) and the shared
 stages' seconds: the bubble of 1F1B, though no group computes a whole embedding or head. The first group holds the
-activations of about 3 G / 2 micro-batches, under 1F1B of G: there, a forward and a backward of neighbours follow each
+activations of 3 G / 2 micro-batches (rounded up), under 1F1B of G: there, a forward and a backward of neighbours follow each
 other inside what is one round here, and all others would wait for both.
 """
 
