@@ -29,7 +29,7 @@ def test_interlaced_takes_its_closed_form(
     layers = StageTimes(forward=f, input_gradient=f, weight_gradient=more)
     ends = [StageTimes(forward=s, input_gradient=s, weight_gradient=s) for s in (embedding, head)]
     seconds = time_orders(orders, [ends[0], *[layers] * groups, ends[1]]).seconds
-    closed = (micro + groups - 1) * (3 * f + more) + 3 * micro * (embedding + head)
+    closed = (micro + groups - 1) * (2 * f + more) + 3 * micro * (embedding + head)
     assert seconds == closed if groups % 2 == 0 else seconds <= closed + f
 
 
@@ -37,14 +37,13 @@ def test_interlaced_takes_its_closed_form(
 def test_interlaced_holds_one_and_a_half_times_as_much_as_1f1b(groups: int) -> None:
     orders = orders_of("interlaced", groups + 2, 4 * groups)
     held = [most_held([call for call in order if call.stage == g + 1]) for g, order in enumerate(orders)]
-    assert max(held) <= (3 * groups + 1) // 2 + 1
+    assert max(held) == held[0] == (3 * groups + 1) // 2
 
 
 def test_lags_leave_no_cotangent_behind() -> None:
-    """The send to the next stage ends one micro-batch later, that of the decoder's embedding many."""
+    """The head's send ends one micro-batch later; that of a decoder's embedding from the third stage, after three."""
     lag = find_lags(orders_of("interlaced", 6, 16), 6)
-    assert lag(2, 1) == 1
-    assert 1 < lag(3, 0) < 8
+    assert (lag(5, 4), lag(3, 0)) == (1, 3)
     assert cotangent_lags(orders_of("interlaced", 6, 2), 6)(3, 0) == 0  # too few: at the end of the step
 
 
@@ -62,7 +61,7 @@ BOTH = (forward(0, 0), backward(0, 0))
 )  # fmt: skip
 def test_groups_that_do_not_meet_are_refused(orders: object, message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        require_orders(orders, 1, 2 if "0, 1" in str(orders) or len(orders[0]) > 2 else 1)  # type: ignore[arg-type,index]
+        require_orders(orders, 1, len(orders[0]) // 2)  # type: ignore[arg-type,index]
 
 
 def test_too_few_stages() -> None:

@@ -22,7 +22,7 @@ The schedules here are loops; those in `folded` are found by carrying them out. 
     zb-v          2                less than 2 G F where F = I = W, M ≥ 2 G, whatever M        2 G
     dualpipe-v    2                no closed form here; M ≥ 2 G                                2 G + 1
     chimera       2 (one a copy)   no closed form here; M and G even                           G + 2
-    interlaced    1 and two shared (G − 1)(F + B) beside the shared stages' seconds            about 3 G / 2, of layers
+    interlaced    1 and two shared (G − 1)(F + B) beside the shared stages' seconds            3 G / 2, of layers
     inference     1                (G − 1) F                                                   none
     3f1b          k (3)            (G − 1)(F + B) where M ≥ G: k forwards and one B each       less than 2 G
 """

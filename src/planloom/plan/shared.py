@@ -14,9 +14,9 @@ and none waits for another if a forward takes no longer than a backward. Between
     the embedding's backward of micro-batch r − a − G; the head, both ways, of r − a; the embedding's forward of r
 
 each of which the last round has made ready. With equal stages M micro-batches take (M + G − 1)(F + B) and the shared
-stages' seconds: the bubble of 1F1B, though no group computes a whole embedding or head. The first group holds the
-activations of about 3 G / 2 micro-batches, under 1F1B of G: there, a forward and a backward of neighbours follow each
-other inside what is one round here, and all others would wait for both.
+stages' seconds, if G is even: the bubble of 1F1B, though no group computes a whole embedding or head. The first group
+holds the activations of 3 G / 2 micro-batches (rounded up), under 1F1B of G: there, a forward and a backward of
+neighbours follow each other inside what is one round here, and all others would wait for both.
 """
 
 from collections.abc import Callable

@@ -61,27 +61,26 @@ def materialize(splits: Splits, runs: tuple[Run, ...], ways: Ways, price: Digits
     """The program of all device groups."""
     builder = _Builder(splits, runs, ways, price)
     builder.build()
-    plan, num_roles = splits.plan, len(splits.plan.roles)
+    plan, groups, num_roles = splits.plan, splits.plan.groups, ways.num_roles
+    members = [plan.members(group) for group in range(len(groups))]
     finished = []
     for group, stage in enumerate(builder.stages):
-        own = [call for call in plan.orders[plan.members(group)[0]] if ways.part(call).group == group]
+        own = [call for call in plan.orders[members[group][0]] if ways.part(call).group == group]
         finished.append((group if group >= num_roles else -1, own, *stage.finished(own, ways)))
     stages = []
     for role, order in enumerate(plan.orders):
-        groups = [g for g in range(len(plan.groups)) if role in plan.members(g)]
-        bodies, calls = of_role(order, [finished[g] for g in groups])
-        parameters = tuple(p for g in groups for p in builder.stored(g))
-        loss = replace(LOSS, of=builder.loss_group) if builder.loss_group in groups[1:] else LOSS
-        stages.append(
-            StageProgram(mesh=plan.groups[role], bodies=bodies, calls=calls, parameters=parameters, loss=loss)
-        )
+        mine = [group for group, roles in enumerate(members) if role in roles]
+        bodies, calls = of_role(order, [finished[group] for group in mine])
+        parameters = tuple(p for group in mine for p in builder.stored(group))
+        loss = replace(LOSS, of=builder.loss_group) if builder.loss_group in mine[1:] else LOSS
+        stages.append(StageProgram(mesh=groups[role], bodies=bodies, calls=calls, parameters=parameters, loss=loss))
     return Program(
         plan_name=plan.name,
         num_micro_batches=plan.num_micro_batches,
         stages=tuple(stages),
         runs=tuple(builder.runs),
         trains=builder.trains,
-        shared=plan.groups[num_roles:],
+        shared=groups[num_roles:],
     )
 
 
