@@ -53,6 +53,24 @@ def test_of_every_solution(model: str, cluster_name: str) -> None:
     assert "recompute" in kinds or not any(segment.is_repeated for segment in own.network.chain)
 
 
+@pytest.mark.parametrize("schedule", ["zb-h1", "interleaved", "gpipe", "looped"])
+def test_of_every_schedule(schedule: str) -> None:
+    """All solutions, with all memory and with little, and those whose stages are filled segment by segment."""
+    own, names = planner("gpt-deep", "two-by-two"), set[str]()
+    whole = least_bytes(own)
+    for limit in (UNLIMITED, 0.5 * whole):
+        for solver in solvers(own, Wishes(schedule=schedule, pp=2), limit, max_problems=3):
+            for solution, plan in require_equal_estimates(own, "gpt-deep", solver):
+                names.add(plan.schedule)
+                assert len(plan.groups) == 2
+                assert not (schedule == "zb-h1" and "zero3" in {storage.kind for storage in plan.storage.values()})
+                again = solver.filled(solver.tables.candidates.index(solution.candidate), solution)
+                assert again is not None
+                filled = plan_of(again, solver.tables, own.cluster, spec("gpt-deep"))
+                assert recomputed(own, filled) == again.estimate
+    assert names == {schedule}
+
+
 @pytest.mark.parametrize(
     "wishes",
     [

@@ -73,3 +73,13 @@ def test_finalists_of_many_searches(model: str, cluster_name: str, share: float)
         if share == 1.0 or "fits into memory" not in error.what:
             raise
         pytest.skip(f"nothing fits: {error.given}")
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "interleaved", "gpipe"])
+def test_plans_of_other_schedules_are_equal_to_one_device(schedule: str) -> None:
+    own, wishes = planner("gpt-deep", "two-by-two"), Wishes(schedule=schedule, pp=2, micro=4)
+    best = best_of("gpt-deep", "two-by-two", wishes, 2)
+    for finalist in best.finalists:
+        assert finalist.plan.schedule == schedule
+        assert estimate_plan(finalist.plan, own.network, own.works, own.cluster) == finalist.estimate
+        require_equal_to_one_device("gpt-deep", finalist.plan)
