@@ -32,7 +32,7 @@ from planloom.plan import Draft, Plan, draft
 from planloom.plan.parallel import recompute_layers
 from planloom.plan.pieces import co_sharded
 from planloom.profile.memory import measure_peak_bytes
-from planloom.program import Program, Update, build_program, verify_program
+from planloom.program import Instruction, Program, Update, build_program, verify_program
 from planloom.simulate import simulate
 from planloom.train.runtime import Runtime
 
@@ -177,7 +177,9 @@ def _plain(figures: Mapping[str, Figures]) -> dict[str, dict[str, float]]:
 
 def _without_update(program: Program) -> Program:
     (stage,) = program.stages
-    bodies = {name: tuple(i for i in body if not isinstance(i, Update)) for name, body in stage.bodies.items()}
+    bodies: dict[str, tuple[Instruction, ...]] = {
+        name: tuple(i for i in body if not isinstance(i, Update)) for name, body in stage.bodies.items()
+    }
     return replace(program, stages=(replace(stage, bodies=bodies),))
 
 
