@@ -25,6 +25,7 @@ from benchmarks.plan_quality_ranks import Ranks
 from benchmarks.space_time_cases import CASES as OTHER_CASES
 from benchmarks.space_time_cases import Case, Large, Small
 from benchmarks.space_time_interlaced import INTERLACED
+from benchmarks.space_time_recycling import CASES as RECYCLING_CASES
 from planloom.cli.models import CapturedModel, capture_model
 from planloom.cli.pricing import with_figures
 from planloom.cluster import Cluster, cluster_to_yaml, format_bytes, format_seconds, load_cluster
@@ -37,7 +38,7 @@ from planloom.program import Program, build_program, verify_program
 from planloom.simulate import Timeline, simulate
 from testbed import DeviceLimits, OpenDevices, open_devices
 
-CASES = (*OTHER_CASES, INTERLACED)
+CASES: tuple[Case, ...] = (*OTHER_CASES, INTERLACED, *RECYCLING_CASES)
 DEFAULT_WORK = Path(".planloom/space_time")
 _BUDGET_SECONDS = 0.1
 _ROUNDS = 7
