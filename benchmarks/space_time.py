@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from math import isfinite
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -98,6 +99,8 @@ class Result:
     @property
     def agrees(self) -> bool:
         measured, predicted = self.small.ratio, self.small.predicted_ratio
+        if not (isfinite(measured) and isfinite(predicted)):
+            return measured == predicted
         return (measured > 1) == (predicted > 1) and abs(measured / predicted - 1) <= _AGREEMENT
 
     @property
@@ -264,11 +267,21 @@ def report(results: Sequence[Result], kinds: set[str], *, is_whole: bool) -> Out
     document = {
         "devices": sorted(kinds),
         "cases": [
-            asdict(r) | {"ratio": r.small.ratio, "predicted_ratio": r.small.predicted_ratio, "agrees": r.agrees}
+            asdict(r)
+            | {
+                "ratio": _or_none(r.small.ratio),
+                "predicted_ratio": _or_none(r.small.predicted_ratio),
+                "agrees": r.agrees,
+            }
             for r in results
         ],
     }
     return Outcome(tables=[plans, ratios], document=document, bars=bars)
+
+
+def _or_none(ratio: float) -> float | None:
+    """None: nothing else fits."""
+    return ratio if isfinite(ratio) else None
 
 
 def _options(parser: argparse.ArgumentParser) -> None:

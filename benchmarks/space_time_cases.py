@@ -54,7 +54,36 @@ _GPT = (
     "&attn_pdrop=0&embd_pdrop=0&resid_pdrop=0"
 )
 
+_SWIN = (
+    "swin-large?image_size=256&embed_dim=32&depths=2,2&num_heads=8,16&window_size=8&batch=4&num_labels=16"
+    "&drop_path_rate=0&dtype=float32"
+)
+_LLAMA = (
+    "llama3-8b?num_hidden_layers=2&hidden_size=512&intermediate_size=1408&num_attention_heads=8&num_key_value_heads=4"
+    "&vocab_size=512&seq=64&batch=16&dtype=float32"
+)
+
 CASES: tuple[Case, ...] = (
+    Case(
+        feature="co-shard",
+        needs_ratio=True,
+        small=Small(
+            source=_SWIN,
+            topology="flat-of-4",
+            plan="coshard:dp=4,pieces=2",
+            others=("tp=4", "dp=2,tp=2", "dp=4", "dp=4,zero3", "pp=4,micro=4,1f1b", "pp=2,dp=2,micro=2,1f1b"),
+            limit="40MiB",
+        ),
+    ),
+    Case(
+        feature="chunks",
+        small=Small(
+            source=_LLAMA,
+            topology="uplinks-of-2x2",
+            plan="atp:d1=4,d2=1,chunks=4",
+            others=("atp:d1=4,d2=1", "atp:d1=2,d2=2"),
+        ),
+    ),
     Case(
         feature="zero-bubble",
         small=Small(
