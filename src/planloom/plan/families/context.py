@@ -1,9 +1,9 @@
 """Context parallel: the sequence is split over devices everywhere, and attention goes round a ring of them.
 
 `context:cp=2,dp=2,tp=2` splits the sequence of all blocks (embedding, norms, maps, loss) over the axis `cp`, so
-parameters are replicated over it and their gradients are reduced over it; and attention by its dim `context`, whose keys
-and values go round (Liu, Zaharia, Abbeel 2023, "Ring attention with blockwise transformers for near-infinite context"). Grouped
-queries stay grouped: it is the keys and values of their few heads that are sent.
+parameters are replicated over it and their gradients are reduced over it; and attention by its dim `context`, whose
+keys and values go round (Liu, Zaharia, Abbeel 2023, "Ring attention with blockwise transformers for near-infinite
+context"). Grouped queries stay grouped: it is the keys and values of their few heads that are sent.
 """
 
 from dataclasses import replace
