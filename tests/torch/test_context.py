@@ -47,7 +47,7 @@ def test_equal_to_one_device(model: str, options: str) -> None:
 
 
 def rotations(program: Program) -> int:
-    bodies = [body for stage in program.stages for body in stage.bodies.values()]
+    bodies = [stage.bodies[call.body] for stage in program.stages for call in stage.calls]
     steps = [step for body in bodies for i in body for c in collectives_in(i) for step in c.steps]
     return sum(step.kind == "rotate" for step in steps)
 
@@ -63,7 +63,7 @@ def test_keys_and_values_go_round_and_their_cotangents_come_home(count: int) -> 
     assert len(turns) == num_layers * (count + 1)
     (stage,) = program.stages
     for kind in (Forward, Backward):
-        found = [i.run for body in stage.bodies.values() for i in body if isinstance(i, kind)]
+        found = [i.run for call in stage.calls for i in stage.bodies[call.body] if isinstance(i, kind)]
         assert sorted(run for run in found if run in turns) == sorted(turns)
 
 

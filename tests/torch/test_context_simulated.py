@@ -130,7 +130,8 @@ def test_keys_are_sent_while_a_turn_computes() -> None:
 
 def test_payload_counts_what_goes_round() -> None:
     program = program_of("context:cp=2")
-    steps = [c for body in program.stages[0].bodies.values() for i in body for c in collectives_in(i)]
+    (stage,) = program.stages
+    steps = [c for call in stage.calls for i in stage.bodies[call.body] for c in collectives_in(i)]
     rotated = [collective for collective in steps if collective.steps[0].kind == "rotate"]
     keys = BATCH * 2 * (SEQUENCE // 2) * (HIDDEN // 4) * 4
     assert payload_bytes(blocks().graph, program, 0, library="gloo")["cp"] > len(rotated) * keys > 0

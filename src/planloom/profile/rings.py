@@ -49,6 +49,7 @@ class TurnBench(RunBench):
         ring.sort(key=lambda local: local.turn.number)
         opening, *turns = ring
         self.run, self.given, self.device = run, given, device
+        self.is_activation = [slot.tensor not in blocks.graph.parameter_names for slot in run.inputs]
         self._of = next(local for local in ring if local.turn == turn)
         self._opening = opening
         self._first = [example(blocks, s.tensor, s.layout, s.sizes, device) for s in opening.run.inputs]
