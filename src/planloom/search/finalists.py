@@ -121,28 +121,37 @@ def simulate_finalists(
 def _fitted(
     planner: Planner, ranked: Ranked, prices: Prices, batch: BatchSpec, wishes: Wishes, num_tries: int
 ) -> Finalist:
-    """The fastest of a few tries that the simulator finds to fit."""
-    limit = planner.device_bytes(wishes)
+    """The fastest of a few tries that the simulator finds to fit.
+
+    Filled stages use all that the estimate leaves them, and so are the first that do not fit. So what is tried first
+    are stages that are not; once some fit, they are filled under the limits that these were found with.
+    """
+    limit, num_groups = planner.device_bytes(wishes), ranked.solution.candidate.shape.num_stages
     solver = planner.solver(ranked.solution.candidate, ranked.limit_bytes, wishes)
-    solution, limits = ranked.solution, [ranked.limit_bytes] * ranked.solution.candidate.shape.num_stages
+    solution, limits = ranked.before or ranked.solution, [ranked.limit_bytes] * num_groups
     best: Finalist | None = None
-    least = float("inf")
-    for _ in range(num_tries):
+    found_with, least = limits, float("inf")
+
+    def tried(solution: Solution) -> tuple[list[int], Finalist | None]:
+        """What every group holds; and the finalist, if it fits: else its seconds do not matter."""
         plan = plan_of(solution, solver.tables, planner.cluster, batch)
         program = build_program(planner.blocks, plan)
         memory = simulate_memory(program, prices)
         held = [role.peak_bytes for role in memory]
+        if max(held) > limit:
+            return held, None
+        timeline = simulate(program, prices, with_events=False, memory=memory)
+        placement = _placed(solution.candidate.placement)
+        return held, Finalist(
+            plan=plan, program=program, timeline=timeline, estimate=solution.estimate, placement=placement
+        )
+
+    for _ in range(num_tries):
+        held, finalist = tried(solution)
         least = min(least, max(held))
-        if max(held) <= limit:  # else its seconds do not matter
-            finalist = Finalist(
-                plan=plan,
-                program=program,
-                timeline=simulate(program, prices, with_events=False, memory=memory),
-                estimate=solution.estimate,
-                placement=_placed(solution.candidate.placement),
-            )
+        if finalist is not None:
             if best is None or finalist.step_seconds < best.step_seconds:
-                best = finalist
+                best, found_with = finalist, limits
             if best is not finalist or not _would_gain(finalist, solution, limit):
                 break
         limits = _moved_limits(solution.estimate, held, limits, limit)
@@ -153,6 +162,12 @@ def _fitted(
     if best is None:
         shape = str(ranked.solution.candidate.shape)
         raise _TooLargeError(f"holds {format_bytes(least)}, more than {format_bytes(limit)}", given=shape)
+    if num_groups > 1:
+        filled = solver.again(ranked.solution, found_with, fills=True)
+        if filled is not None and filled.estimate.step_seconds < best.estimate.step_seconds:
+            _, finalist = tried(filled)
+            if finalist is not None and finalist.step_seconds < best.step_seconds:
+                best = finalist
     return best
 
 

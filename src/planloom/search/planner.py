@@ -57,6 +57,8 @@ class Ranked:
 
     solution: Solution
     limit_bytes: float
+    before: Solution | None = None
+    """What was found before its stages were filled."""
 
     @property
     def seconds(self) -> float:
@@ -323,7 +325,8 @@ class Planner:
             found = solver.refined(g, before, below=best.least, enough=enough)
             if found is not None:
                 best.add(found.estimate.step_seconds)
-                solved[candidate] = Ranked(solution=found, limit_bytes=limit)
+                known = solved.get(candidate, Ranked(solution=found, limit_bytes=limit))
+                solved[candidate] = replace(known, solution=found)
             bounds[candidate] = max(bounds[candidate], float(solver.bounds[g]))
             enough = min(enough, bounds[candidate])
         findings.solved = list(solved.values())
@@ -347,7 +350,8 @@ class Planner:
             found = self.solver(candidate, limit, wishes).filled(0, own.solution)
             if found is not None and found is not own.solution:
                 best.add(found.estimate.step_seconds)
-                findings.solved[findings.solved.index(own)] = Ranked(solution=found, limit_bytes=limit)
+                filled = Ranked(solution=found, limit_bytes=limit, before=own.solution)
+                findings.solved[findings.solved.index(own)] = filled
 
     def _tried(
         self, space: Space, findings: _Findings, least: float, limit: float, progress: Progress | None
@@ -364,7 +368,7 @@ class Planner:
                 solved = solver.solve([0], below=_NEAR * least)
                 solution = solver.filled(0, solved[0]) if solved else None
                 if solution is not None:
-                    found.append(Ranked(solution=solution, limit_bytes=limit))
+                    found.append(Ranked(solution=solution, limit_bytes=limit, before=solved[0]))
         return found
 
     def least_seconds(self, schedule: Schedule, num_groups: int, num_micro: int) -> float:

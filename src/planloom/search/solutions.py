@@ -127,13 +127,15 @@ class Solver:
             is_open = (found > reached) & (self.bounds[left] < below)
             left, reached = left[is_open], found[is_open]
 
-    def again(self, solution: Solution, limits: Sequence[float]) -> Solution | None:
-        """The same problem with other limits, device group by device group."""
+    def again(self, solution: Solution, limits: Sequence[float], *, fills: bool = False) -> Solution | None:
+        """The same problem with other limits, device group by device group; `fills`: stages are filled, too."""
         other = copy(self)
         other.limits, other.bounds = np.array(limits), self.bounds.copy()
         g = self.tables.candidates.index(solution.candidate)
         found = other.solve([g], below=np.inf)
-        return other.filled(g, found[0]) if found else None
+        if not found:
+            return None
+        return other.filled(g, found[0]) if fills else found[0]
 
     def refined(
         self, g: int, solution: Solution | None, *, below: float = np.inf, enough: float = np.inf
