@@ -55,8 +55,6 @@ def prepare(model_name: str, plan_name: str, *, respelled: bool) -> Case:
     if plan_name == "boundary":
         first, second = Side(devices=(1, 0), split="sequence"), Side(devices=(3, 5, 2, 4), split="batch and sequence")
         plan = boundary_plan(blocks, spec, first, second)
-    elif ":" in plan_name:
-        plan = named_plan(blocks, find_named(plan_name), batch=spec)
     else:
         name, _, again = plan_name.partition(" ")
         segments = tuple(range(len(find_segments(blocks)))) if again else ()

@@ -1,5 +1,6 @@
 """The search's optimum is that of a mixed-integer program, for whole small models; under a limit its bound is below."""
 
+from dataclasses import replace
 from collections.abc import Sequence
 
 import numpy as np
@@ -33,7 +34,7 @@ LARGE_CASES = [
 
 
 def case_solver(model: str, cluster_name: str, wishes: Wishes, limit_bytes: float = UNLIMITED) -> Solver:
-    (solver,) = solvers(planner(model, cluster_name), wishes, limit_bytes)
+    (solver,) = solvers(planner(model, cluster_name), replace(wishes, schedule="1f1b"), limit_bytes)
     return solver
 
 
