@@ -65,6 +65,8 @@ def sent(kind: StepKind, algorithm: Algorithm, group: tuple[int, ...]) -> list[M
         case "direct":
             size = 1.0 if kind == "all_gather" else 1 / n
             return [(a, b, size) for a in group for b in group if a != b]
+        case "neighbour":
+            return [(a, b, 1.0) for a, b in following]
         case _:
             assert algorithm == "root"
             return [(group[0], b, 1.0 if kind == "gather" else 1 / n) for b in group[1:]]

@@ -148,7 +148,7 @@ def test_stages_that_fit_but_are_uneven_are_not_the_last_word() -> None:
 @pytest.mark.parametrize("num_stages", [1, 2])
 @pytest.mark.parametrize("share", SHARES)
 def test_tightened_bounds_stay_below_what_is_found(num_stages: int, share: float) -> None:
-    wishes = Wishes(pp=num_stages)
+    wishes = Wishes(pp=num_stages, schedule="1f1b")
     for free in solvers(planner("gpt", "two-by-two"), wishes, UNLIMITED):
         limit = share * min(solution.estimate.num_bytes for solution in solutions(free))
         (solver,) = [
