@@ -19,7 +19,8 @@ from tests.pure.tiny_graph import tiny_graph
 from tests.torch.captured import captured, of
 from tests.torch.split_execution import Execution, even_dims
 
-BOTH = pytest.mark.parametrize("model", MODELS)
+# Of the Evoformer some sizes are odd; it is split along its even dims in `test_zoo`.
+BOTH = pytest.mark.parametrize("model", [name for name in MODELS if name != "recycled"])
 
 
 @pytest.fixture(autouse=True, scope="module")
