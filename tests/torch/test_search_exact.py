@@ -1,7 +1,7 @@
 """The search's optimum is that of a mixed-integer program, for whole small models; under a limit its bound is below."""
 
-from dataclasses import replace
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
