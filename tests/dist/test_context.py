@@ -9,10 +9,10 @@ from tests.torch.test_context import context_plan
 
 CASES = [
     ("llama", "cp=2"),
-    ("zoo/gpt2", "cp=2,zero3"),
+    pytest.param("zoo/gpt2", "cp=2,zero3", marks=pytest.mark.slow),
     ("llama", "cp=4,micro=2"),
-    ("llama-deep", "cp=2,dp=2,zero1,recompute"),
-    ("zoo/gpt_oss", "cp=2,tp=2"),
+    pytest.param("llama-deep", "cp=2,dp=2,zero1,recompute", marks=pytest.mark.slow),
+    pytest.param("zoo/gpt_oss", "cp=2,tp=2", marks=pytest.mark.slow),
     pytest.param("gpt-deep", "cp=2,pp=2,micro=4", marks=pytest.mark.slow),
 ]
 

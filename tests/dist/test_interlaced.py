@@ -11,10 +11,10 @@ from tests.shared_plans import interlaced_plan
 
 CASES = [
     ("gpt", {"pp": 2, "micro": 4}),
-    ("zoo/t5", {"pp": 2, "micro": 2}),
+    pytest.param("zoo/t5", {"pp": 2, "micro": 2}, marks=pytest.mark.slow),
     ("zoo/t5", {"pp": 4, "micro": 4}),
-    ("zoo/mbart", {"pp": 4, "micro": 2}),
-    ("zoo/gpt2", {"pp": 2, "dp": 2, "micro": 2, "zero": "zero1"}),
+    pytest.param("zoo/mbart", {"pp": 4, "micro": 2}, marks=pytest.mark.slow),
+    pytest.param("zoo/gpt2", {"pp": 2, "dp": 2, "micro": 2, "zero": "zero1"}, marks=pytest.mark.slow),
     pytest.param("zoo/gpt2", {"pp": 4, "micro": 4}, marks=pytest.mark.slow),
     pytest.param("zoo/mbart", {"pp": 2, "tp": 2, "micro": 4}, marks=pytest.mark.slow),
     pytest.param("zoo/t5", {"pp": 4, "tp": 2, "micro": 4}, marks=pytest.mark.slow),

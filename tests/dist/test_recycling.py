@@ -10,7 +10,7 @@ from tests.dist.workers import Pool
 PLANS = [
     "3f1b:pp=2,micro=4",
     "3f1b:pp=4,micro=8",
-    "3f1b:pp=2,dp=2,micro=2,zero1,recompute",
+    pytest.param("3f1b:pp=2,dp=2,micro=2,zero1,recompute", marks=pytest.mark.slow),
     pytest.param("3f1b:pp=2,tp=2,micro=4", marks=pytest.mark.slow),
     pytest.param("3f1b:pp=4,dp=2,micro=4,zero1", marks=pytest.mark.slow),
 ]

@@ -40,11 +40,11 @@ def swin_in_pieces(model: str) -> Plan:
 
 CASES = [
     (2, "gpt", co_shard),
-    (2, "llama", co_shard),
-    (4, "gpt", co_shard_of_shards),
-    (2, "gpt", chunks),
+    pytest.param(2, "llama", co_shard, marks=pytest.mark.slow),
+    pytest.param(4, "gpt", co_shard_of_shards, marks=pytest.mark.slow),
+    pytest.param(2, "gpt", chunks, marks=pytest.mark.slow),
     (2, "llama", chunks),
-    (2, "zoo/swin", swin_in_pieces),
+    pytest.param(2, "zoo/swin", swin_in_pieces, marks=pytest.mark.slow),
 ]
 
 
