@@ -107,7 +107,8 @@ def _undominated(
 
 
 @pytest.mark.parametrize(
-    ("groups", "micro", "passes"), [(2, 2, 2), (2, 3, 2), (2, 2, 3), (2, 3, 3), (3, 2, 2), (2, 4, 2)]
+    ("groups", "micro", "passes"),
+    [(2, 2, 2), (2, 3, 2), (2, 2, 3), (2, 3, 3), (3, 2, 2), pytest.param(2, 4, 2, marks=pytest.mark.slow)],
 )
 def test_no_order_of_small_cases_is_shorter(groups: int, micro: int, passes: int) -> None:
     times = [StageTimes(forward=2, input_gradient=1, weight_gradient=2)] * groups * passes

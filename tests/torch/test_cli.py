@@ -129,7 +129,10 @@ REFUSED = [
     (["plan", TINY, "--cluster", "two-by-two", "--profile", "B200", "--store", "no.sqlite"], "no store of measured"),
     (["plan", TINY, "--cluster", "two-by-two", "--tp", "3"], "do not fill the devices"),
     (["plan", TINY, "--cluster", "two-by-two", "--micro", "7"], "does not divide"),
-    (["plan", TINY, "--cluster", "two-by-two", "--memory", "50KiB"], "no plan fits into memory"),
+    (
+        ["plan", TINY, "--cluster", "two-by-two", "--memory", "50KiB", "--pp", "1", "--relax-seconds", "0"],
+        "no plan fits into memory",
+    ),
     (["plan", TINY, "--cluster", "two-by-two", "--pin", "nothing=out:tp"], "a pin concerns nothing"),
     (["plan", TINY, "--cluster", "two-by-two", "--pricing", "gold"], "seconds or volume"),
     (["plan", TINY, "--cluster", "two-by-two", "--global-batch", "8"], "the one that its factory returns"),

@@ -190,6 +190,7 @@ def is_head(blocks: BlockGraph, block: Block) -> bool:
 
 
 def block_work(graph: Graph, block: Block) -> int:
-    """How much a block computes, in no unit: the product of all dims of its operators, summed."""
+    """How much a block computes, in no unit: the products of all dims of its operators, thrice with a backward."""
     rules = [graph.ops[index].rule for index in block.ops]
-    return sum(prod(rule.sizes.values()) for rule in rules if rule is not None)
+    forward = sum(prod(rule.sizes.values()) for rule in rules if rule is not None)
+    return forward * (3 if any(map(graph.is_differentiable, block.outputs)) else 1)

@@ -15,12 +15,11 @@ from math import prod
 
 from planloom.blocks import BlockGraph
 from planloom.errors import PlanError
-from planloom.graph import Graph
 from planloom.layout import Mesh
 from planloom.plan.draft import Draft, draft
 from planloom.plan.families.axial import split_axially
 from planloom.plan.families.recipe import BatchSpec, Family, Options
-from planloom.plan.parallel import recompute_layers, sharded, slices, tensor_parallel
+from planloom.plan.parallel import block_work, recompute_layers, sharded, slices, tensor_parallel
 
 _NEARLY_FEWEST = 1.25
 """Cuts that so many times the fewest bytes cross are as good as any: work should be even."""
@@ -81,7 +80,7 @@ def recycled_stages(blocks: BlockGraph, reads: Mapping[str, Sequence[int]], num_
 def _even_cuts(blocks: BlockGraph, first: int, last: int, num_groups: int) -> list[int]:
     """Where to cut the blocks from one on: before one that is no later than the last."""
     graph, count = blocks.graph, len(blocks.blocks)
-    work = [sum(_op_work(graph, i) for i in block.ops) for block in blocks.blocks]
+    work = [block_work(graph, block) for block in blocks.blocks]
     crossing = [0] * (count + 1)
     for name, readers in blocks.consumers.items():
         for cut in range(blocks.producer.get(name, count) + 1, max(readers) + 1):
@@ -101,12 +100,6 @@ def _even_cuts(blocks: BlockGraph, first: int, last: int, num_groups: int) -> li
         fewest = min(crossing[c] for c in near)
         cuts.append(min((c for c in near if crossing[c] <= _NEARLY_FEWEST * fewest), key=lambda c: (off[c], c)))
     return cuts
-
-
-def _op_work(graph: Graph, index: int) -> int:
-    rule = graph.ops[index].rule
-    assert rule is not None
-    return prod(rule.sizes.values())
 
 
 RECYCLED = Family(
