@@ -129,7 +129,8 @@ def measure(arguments: argparse.Namespace) -> Outcome:
             with Ranks(devices, work / "requests") as ranks:
                 small = _Small(case.small, devices, ranks, work).run(2 if arguments.quick else _ROUNDS)
         say(f"measured {small.ratio:.2f}, simulated {small.predicted_ratio:.2f}")
-        large = simulated(case.large) if case.large is not None and not arguments.quick else None
+        is_small = arguments.quick or arguments.small
+        large = simulated(case.large) if case.large is not None and not is_small else None
         results.append(Result(case=case, small=small, large=large))
     return report(results, kinds, is_whole=len(results) == len(CASES))
 
@@ -286,6 +287,7 @@ def _or_none(ratio: float) -> float | None:
 
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", default="", help="features whose name contains this")
+    parser.add_argument("--small", action="store_true", help="not the papers' scales, which take minutes to capture")
     parser.add_argument("--work", default=str(DEFAULT_WORK), help="where files are kept")
 
 

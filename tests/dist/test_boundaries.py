@@ -11,7 +11,7 @@ from tests.models import build
 
 CASES = [
     ("sequence", (0, 1), "batch", (2, 3, 4, 5), False),
-    ("features", (2, 0, 3, 1), "batch and sequence", (7, 4, 6, 5), False),
+    ("features", (2, 0, 3, 1), "batch and sequence", (7, 4, 6, 5), True),
     ("replicated", (0, 1), "replicated", (2, 3, 4, 5), True),
     ("replicated", (4, 1), "features", (2, 5, 0, 3), True),
     ("batch", (5, 2), "sequence", (3, 0, 4, 1), True),
