@@ -4,6 +4,7 @@ Labels are left out at random, so that no permutation of rows is a symmetry of t
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from random import Random
@@ -166,3 +167,14 @@ def is_changed(case: Case, program: Program) -> bool:
 
 def body_of(case: Case, spot: Spot) -> tuple[Instruction, ...]:
     return case.program.stages[spot.stage].bodies[spot.body]
+
+
+def judge_all(cases: Sequence[tuple[str, str]], corruption: Corruption, count: int) -> tuple[Outcome, ...]:
+    """So many random corruptions of a kind, of each of these models under its plan."""
+    found = []
+    for model_name, plan_name in cases:
+        random = Random(f"{model_name} {plan_name} {corruption.__name__} {count}")
+        outcomes = [judge(model_name, plan_name, corruption, random, number) for number in range(count)]
+        found += [outcome for outcome in outcomes if outcome is not None]
+    assert found
+    return tuple(found)

@@ -13,7 +13,7 @@ from tests.judging import (
     Outcome,
     body_of,
     is_changed,
-    judge,
+    judge_all,
     prepare,
     refusal_of,
     require_named,
@@ -33,13 +33,7 @@ ALL = dict.fromkeys((*RECOMPUTATIONS, *(corruption for family in FAMILIES.values
 @cache
 def outcomes_again(corruption: Corruption, count: int) -> tuple[Outcome, ...]:
     """Random corruptions of programs that recompute everything."""
-    found = []
-    for model_name, plan_name in [(model, plan) for model in ("gpt", "llama") for plan in RECOMPUTED]:
-        random = Random(f"{model_name} {plan_name} {corruption.__name__} {count}")
-        outcomes = [judge(model_name, plan_name, corruption, random, number) for number in range(count)]
-        found += [outcome for outcome in outcomes if outcome is not None]
-    assert found
-    return tuple(found)
+    return judge_all([(model, plan) for model in ("gpt", "llama") for plan in RECOMPUTED], corruption, count)
 
 
 @pytest.mark.parametrize("corruption", RECOMPUTATIONS)

@@ -1,13 +1,12 @@
 """Corrupted rings: refused if and only if they mean something else."""
 
 from functools import cache
-from random import Random
 
 import pytest
 
 from tests.corruptions import FAMILIES, Corruption
 from tests.corruptions_rings import RINGS, rotate_the_other_way
-from tests.judging import Outcome, judge, require_named, require_right
+from tests.judging import Outcome, judge_all, require_named, require_right
 
 CASES = [("llama", "context:cp=4"), ("gpt", "context:cp=2,dp=2,micro=2"), ("llama", "context:cp=4,recompute,zero3")]
 ALL = dict.fromkeys((*RINGS, *(corruption for family in FAMILIES.values() for corruption in family)))
@@ -15,13 +14,7 @@ ALL = dict.fromkeys((*RINGS, *(corruption for family in FAMILIES.values() for co
 
 @cache
 def outcomes(corruption: Corruption, count: int) -> tuple[Outcome, ...]:
-    found = []
-    for model, plan in CASES[: 2 if count <= 4 else 3]:
-        random = Random(f"{model} {plan} {corruption.__name__} {count}")
-        judged = [judge(model, plan, corruption, random, number) for number in range(count)]
-        found += [outcome for outcome in judged if outcome is not None]
-    assert found
-    return tuple(found)
+    return judge_all(CASES[: 2 if count <= 4 else 3], corruption, count)
 
 
 @pytest.mark.parametrize("corruption", RINGS)

@@ -9,7 +9,7 @@ import pytest
 from planloom.program import Forward, Put, verify_program
 from tests.corruptions import FAMILIES, Corruption, change, find
 from tests.corruptions_time import LOOPS, count_a_piece_twice, miss_a_piece, put_elsewhere, take_another_piece
-from tests.judging import Case, Outcome, is_changed, judge, prepare, refusal_of, require_named, require_right
+from tests.judging import Case, Outcome, is_changed, judge_all, prepare, refusal_of, require_named, require_right
 
 PLANS = [
     "coshard:tp=2,pieces=2",
@@ -23,13 +23,7 @@ ALL = dict.fromkeys((*LOOPS, *(corruption for family in FAMILIES.values() for co
 
 @cache
 def outcomes_in_pieces(corruption: Corruption, count: int) -> tuple[Outcome, ...]:
-    found = []
-    for model_name, plan_name in [(model, plan) for model in ("gpt", "llama") for plan in PLANS]:
-        random = Random(f"{model_name} {plan_name} {corruption.__name__} {count}")
-        outcomes = [judge(model_name, plan_name, corruption, random, number) for number in range(count)]
-        found += [outcome for outcome in outcomes if outcome is not None]
-    assert found
-    return tuple(found)
+    return judge_all([(model, plan) for model in ("gpt", "llama") for plan in PLANS], corruption, count)
 
 
 @pytest.mark.parametrize("corruption", LOOPS)
