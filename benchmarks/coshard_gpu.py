@@ -6,8 +6,9 @@
 One sample as long as Llama 3.2's context, 131,072 tokens, through layers of the 1B model's widths (half as many, so
 that the plan without pieces fits at all): a batch of one, which micro-batches do not divide. MLPs, and head with loss,
 hold most of the activations and, beside attention over such a sequence, take little time. They are carried out in
-pieces of the sequence, each recomputed before its backward. The bars hold this against the plan that keeps all activations; a
-third plan recomputes whole layers instead. A step is forward and backward of one device without the update.
+pieces of the sequence, each recomputed before its backward. The bars hold this against the plan that keeps all
+activations; a third plan recomputes whole layers instead. A step is forward and backward of one device without the
+update.
 """
 
 import argparse
