@@ -30,10 +30,8 @@ import torch
 from torch import Tensor
 
 from planloom.blocks import BlockGraph
-from planloom.collective import Step
 from planloom.execute import LocalRun, RunVjp, compute_given, local_slice
 from planloom.execute.ring_attention import LocalTurn, Rings
-from planloom.layout import Box
 from planloom.program import (
     Accumulate,
     Backward,
@@ -50,19 +48,15 @@ from planloom.program import (
     Send,
     Sum,
     Take,
-    Transfer,
     Update,
     Wait,
     WeightGradient,
 )
+from tests.emulated_steps import BrokenError, add, apply_step, between, narrow, own_shape
 
 Place = tuple[Buffer, int]
 LocalRuns = dict[tuple[int, int], LocalRun | LocalTurn]
 Result = TypeVar("Result")
-
-
-class BrokenError(Exception):
-    """The program cannot be carried out."""
 
 
 @dataclass(eq=False, slots=True)
@@ -354,24 +348,24 @@ class Emulation:
             case Sum(target=target, sources=sources):
                 total = get(sources[0])
                 for source in sources[1:]:
-                    total = _add(total, get(source))
+                    total = add(total, get(source))
                 put(target, total)
             case Accumulate(target=target, source=source):
                 old = self._memory[device].get(self._place(target, micro))
-                put(target, get(source) if old is None else _add(old.tensor, get(source)))
+                put(target, get(source) if old is None else add(old.tensor, get(source)))
             case Take(tensor=tensor, source=source, target=target, box=box, sizes=sizes):
                 factors, array = self.blocks.graph.tensors[tensor].factors, get(source)
-                piece = _narrow(_checked(lambda: array.reshape(sizes)), box)
-                put(target, piece.reshape(_shape(factors, piece.shape)))
+                piece = narrow(_checked(lambda: array.reshape(sizes)), box)
+                put(target, piece.reshape(own_shape(factors, piece.shape)))
                 if source in self._gathers:
                     self._taken_from[device, self._place(target, micro)] = source
             case Put(tensor=tensor, source=source, target=target, box=box, sizes=sizes):
                 place, piece = self._place(target, micro), get(source)
                 factors, cell = self.blocks.graph.tensors[tensor].factors, self._memory[device].get(place)
                 whole = torch.full(sizes, float("nan"), dtype=piece.dtype) if cell is None else cell.tensor.clone()
-                inside = _narrow(_checked(lambda: whole.reshape(sizes)), box)
+                inside = narrow(_checked(lambda: whole.reshape(sizes)), box)
                 inside.copy_(_checked(lambda: piece.reshape(inside.shape)))
-                put(target, whole.reshape(_shape(factors, sizes)))
+                put(target, whole.reshape(own_shape(factors, sizes)))
             case Free(buffer=buffer):
                 get(buffer)
                 self._forget(device, self._place(buffer, micro))
@@ -494,18 +488,18 @@ class Emulation:
                 return work.results
             arrays = {d: _checked(lambda d=d: cells[d].read().reshape(collective.sizes)) for d in cells}
             for step in collective.steps:
-                arrays = _apply(step, arrays)
+                arrays = apply_step(step, arrays)
             if arrays.keys() != cells.keys():
                 raise BrokenError("a device holds nothing at the end")
             arrays = {
-                d: _checked(lambda a=a: a.reshape(_shape(collective.factors, a.shape))) for d, a in arrays.items()
+                d: _checked(lambda a=a: a.reshape(own_shape(collective.factors, a.shape))) for d, a in arrays.items()
             }
             for device, array in arrays.items():
                 key = ("sizes", device, f"{collective.target} of {work.micro}")
                 while key in self._further:  # gathered again, for the backward
                     key = (*key[:2], f"{key[2]} again")
                 self._further[key] = torch.tensor([*array.shape, 1])
-            work.results = {d: array.reshape(_shape(factors, array.shape)).clone() for d, array in arrays.items()}
+            work.results = {d: array.reshape(own_shape(factors, array.shape)).clone() for d, array in arrays.items()}
         return work.results
 
     def _reduced_rows(self, work: _Reduction) -> dict[int, Tensor]:
@@ -519,8 +513,8 @@ class Emulation:
             wholes[device] = whole.reshape(collective.sizes)
             masks[device] = mask.unsqueeze(1).expand(whole.shape).reshape(collective.sizes).to(torch.float64)
         for step in collective.steps:
-            wholes = _apply(step, wholes)
-            masks = masks if step.kind in ("all_reduce", "mask") else _apply(replace(step, combine="max"), masks)
+            wholes = apply_step(step, wholes)
+            masks = masks if step.kind in ("all_reduce", "mask") else apply_step(replace(step, combine="max"), masks)
         count = collective.num_row_dims
         results = {}
         for device, whole in wholes.items():
@@ -535,7 +529,7 @@ class Emulation:
         assert send is not None
         assert receive is not None
         for target in {t.target for t in send.transfers if t.source == device}:
-            if len(_between(send.transfers, device, target)) > len(_between(receive.transfers, device, target)):
+            if len(between(send.transfers, device, target)) > len(between(receive.transfers, device, target)):
                 raise BrokenError(f"a message from {device} to {target} is never received")
         exchange.sources[device] = _Cell(exchange.sources[device].read())
 
@@ -546,17 +540,17 @@ class Emulation:
         tensor = self.blocks.graph.tensors[receive.tensor]
         result = torch.full(receive.sizes, float("nan"), dtype=getattr(torch, tensor.dtype))
         for source in dict.fromkeys(t.source for t in receive.transfers if t.target == device):
-            sent = _between(send.transfers, source, device)
-            expected = _between(receive.transfers, source, device)
+            sent = between(send.transfers, source, device)
+            expected = between(receive.transfers, source, device)
             if len(expected) > len(sent):
                 raise BrokenError(f"a message from {source} to {device} is never sent")
             for there, here in zip(sent, expected, strict=False):
                 array = _checked(lambda source=source: exchange.sources[source].read().reshape(send.sizes))
-                message, place = _narrow(array, there.source_box), _narrow(result, here.target_box)
+                message, place = narrow(array, there.source_box), narrow(result, here.target_box)
                 if message.shape != place.shape:
                     raise BrokenError(f"a message from {source} to {device} is not of the size that is received")
                 place.copy_(message)
-        return result.reshape(_shape(tensor.factors, receive.sizes))
+        return result.reshape(own_shape(tensor.factors, receive.sizes))
 
 
 def _checked(function: Callable[[], Result]) -> Result:
@@ -565,99 +559,3 @@ def _checked(function: Callable[[], Result]) -> Result:
         return function()
     except (RuntimeError, IndexError) as error:
         raise BrokenError(str(error)) from error
-
-
-def _add(first: Tensor, second: Tensor) -> Tensor:
-    if first.shape != second.shape:
-        raise BrokenError(f"shapes {list(first.shape)} and {list(second.shape)} cannot be added")
-    return first + second
-
-
-def _between(transfers: Sequence[Transfer], source: int, target: int) -> list[Transfer]:
-    return [t for t in transfers if (t.source, t.target) == (source, target)]
-
-
-def _narrow(array: Tensor, box: Box) -> Tensor:
-    for dim, (start, stop) in enumerate(box):
-        if not 0 <= start < stop <= array.shape[dim]:
-            raise BrokenError(f"{list(box)} lies outside {list(array.shape)}")
-        array = array.narrow(dim, start, stop - start)
-    return array
-
-
-def _shape(factors: tuple[tuple[int, ...], ...], sizes: Sequence[int]) -> list[int]:
-    """The sizes of a tensor's own dims from those of its factors."""
-    left = iter(sizes)
-    return [prod(next(left) for _ in dim) for dim in factors]
-
-
-def _apply(step: Step, arrays: dict[int, Tensor]) -> dict[int, Tensor]:
-    """What every device holds after a step; a device that holds nothing has no array."""
-    taking_part = [device for group in step.groups for device in group]
-    receiving = {device for group in step.groups for device in group[1:]} if step.kind in _FROM_FIRST else set()
-    if len(set(taking_part)) != len(taking_part) or not arrays.keys() <= set(taking_part):
-        raise BrokenError("the groups of a step do not hold every device once")
-    if any(device not in arrays and device not in receiving for device in taking_part):
-        raise BrokenError("a device takes part that holds nothing, or that there is not")
-    result: dict[int, Tensor] = {}
-    for group in step.groups:
-        if len(group) != prod(step.shape):
-            raise BrokenError("a group is not of the size of its shape")
-        if step.kind in _FROM_FIRST:
-            given = [arrays[group[0]]] * len(group)
-        else:
-            given = [arrays[device] for device in group]
-        if len({part.shape for part in given}) > 1:
-            raise BrokenError("the members of a group hold arrays of different sizes")
-        for device, array in zip(group, _of_group(step, given), strict=False):
-            result[device] = array
-    return result
-
-
-_FROM_FIRST = ("broadcast", "scatter")
-
-
-def _of_group(step: Step, given: list[Tensor]) -> list[Tensor]:
-    """The arrays of a group's members after a step; of the first only, after a reduce or a gather."""
-    n = len(given)
-    match step.kind:
-        case "all_reduce" | "reduce_scatter" | "reduce":
-            stacked = torch.stack(given)
-            whole = stacked.sum(0) if step.combine == "sum" else stacked.amax(0)
-        case "all_gather" | "all_to_all" | "gather":
-            whole = _put_together(given, step.along, step.shape)
-        case _:
-            whole = given[0]
-    match step.kind:
-        case "all_reduce" | "all_gather" | "broadcast":
-            return [whole] * n
-        case "reduce" | "gather":
-            return [whole]
-        case "reduce_scatter" | "all_to_all" | "scatter":
-            return [_piece(whole, step, position) for position in range(n)]
-        case "slice":
-            return [_piece(given[position], step, position) for position in range(n)]
-        case "rotate":
-            return [given[position - 1] for position in range(n)]
-        case "mask":
-            return [given[0], *(torch.zeros_like(array) for array in given[1:])]
-    raise AssertionError(step.kind)
-
-
-def _put_together(parts: list[Tensor], dims: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-    """Parts listed row-major over `shape`, put together along one dim each: the last one first."""
-    if not dims:
-        (whole,) = parts
-        return whole
-    count = shape[-1]
-    rows = [torch.cat(parts[i : i + count], dims[-1]) for i in range(0, len(parts), count)]
-    return _put_together(rows, dims[:-1], shape[:-1])
-
-
-def _piece(array: Tensor, step: Step, position: int) -> Tensor:
-    for dim, count in reversed(list(zip(step.into, step.shape, strict=True))):
-        position, index = divmod(position, count)
-        if array.shape[dim] % count:
-            raise BrokenError(f"{array.shape[dim]} elements cannot be cut into {count} equal pieces")
-        array = array.chunk(count, dim)[index]
-    return array
