@@ -49,6 +49,9 @@ class FixedPrices:
         count = sum(1 for other in program.runs if other.stage == run.stage)
         return Price(seconds=(2.0 if phase == "backward" else 1.0) / count, source="measured")
 
+    def split_run(self, program: Program, run: Run, phase: str) -> Price:
+        return self.run(program, run, "input_gradient")  # all three phases take the same time
+
     def step(self, step: Step, num_bytes: int) -> Price:
         busy = ((self.level, self.step_seconds),) if self.level >= 0 else ()
         return Price(seconds=self.step_seconds, source="modelled", busy=busy)

@@ -15,7 +15,9 @@ from typer.testing import CliRunner
 from planloom.blocks import BlockGraph
 from planloom.capture import batch_spec, load_model
 from planloom.cli.app import app
-from planloom.cost.keys import Figure, flags_of, run_fingerprint, run_key, update_key
+from planloom.cluster import load_cluster
+from planloom.cost import Prices
+from planloom.cost.keys import Figure, SplitPhase, flags_of, run_fingerprint, run_key, split_key, update_key
 from planloom.errors import PriceError
 from planloom.execute import compute_given
 from planloom.execute.compiled import CompiledRuns
@@ -28,6 +30,7 @@ from planloom.profile.runs import RunBench
 from planloom.profile.timing import deviation, time_phases
 from planloom.profile.work import COVERED_RATIO, uncovered
 from planloom.program import Program, build_program
+from planloom.simulate import simulate
 from tests.dist.cases import captured
 from tests.models import build
 
@@ -120,6 +123,42 @@ def test_a_slow_round_does_not_count_and_shows_in_the_spread() -> None:
 
 def test_a_control_group_limits_what_is_available() -> None:
     assert 0 < capacity.available_bytes() < 1 << 62
+
+
+def test_runs_whose_backward_comes_in_two_halves_are_measured_as_they_are_carried_out() -> None:
+    blocks, program, batch, buffers = case("gpt", "pp=2,micro=4,zb-h1")
+    quick = {"progress": lambda done, total: None, "budget_seconds": 0.0}
+    measured = measure_programs(blocks, [program], batch, buffers, {}, **quick)
+    figures = {key: value for key, (value, _) in measured.items()}
+    prices = Prices(blocks=blocks, cluster=load_cluster("two-by-two"), measured=figures)
+    phases: tuple[SplitPhase, ...] = ("forward", "input_gradient", "weight_gradient")
+    for run in program.runs:
+        fingerprint = run_fingerprint(blocks, program, run)
+        found = {phase: prices.split_run(program, run, phase) for phase in phases}
+        assert {phase: price.seconds for phase, price in found.items()} == {
+            phase: figures[split_key(fingerprint, phase)] for phase in phases
+        }
+        assert {price.source for price in found.values()} == {"measured"}
+    timeline = simulate(program, prices)
+    assert "measured" in timeline.sources
+    simulated = {event.name for event in timeline.events if event.stream == "compute"}
+    assert {
+        f"{phase} {run.index}" for run in program.runs for phase in ("Input-gradient", "Weight-gradient")
+    } <= simulated
+
+
+def test_halves_that_were_not_measured_are_told_from_the_whole() -> None:
+    blocks, program, batch, buffers = case("gpt", "pp=2,micro=4,1f1b")
+    quick = {"progress": lambda done, total: None, "budget_seconds": 0.0}
+    measured = measure_programs(blocks, [program], batch, buffers, {}, **quick)
+    assert not [key for key in measured if "/split" in key]
+    figures = {key: value for key, (value, _) in measured.items()}
+    prices = Prices(blocks=blocks, cluster=load_cluster("two-by-two"), measured=figures)
+    for run in program.runs:
+        first, rest = (prices.split_run(program, run, phase) for phase in ("input_gradient", "weight_gradient"))
+        whole, least = prices.run(program, run, "backward").seconds, first.seconds
+        assert rest.seconds == max(0.0, whole - least)
+        assert {first.source, rest.source} == {"interpolated"}
 
 
 def test_input_gradients_alone_are_those_of_the_whole_backward() -> None:

@@ -32,11 +32,15 @@ from planloom.program import Program, Run, StageProgram, piece_of
 from planloom.program.operations import ops_of
 
 Phase = Literal["forward", "backward"]
+SplitPhase = Literal["forward", "input_gradient", "weight_gradient"]
 
 Figure = Literal[
     "forward",  # seconds
     "backward",  # seconds, weight gradients included
     "input_gradient",  # seconds of the part of the backward that makes no weight gradients
+    "split_forward",  # seconds of the phases of a run whose backward comes in two halves
+    "split_input_gradient",
+    "split_weight_gradient",
     "forward_host",  # seconds in which the host starts the work; on a GPU they are hidden while it is behind
     "backward_host",
     "saved_bytes",  # kept between forward and backward in storages of neither an input nor an output slot
@@ -87,6 +91,16 @@ def _plain(arg: Arg, has_shape: bool) -> Arg:
 
 def run_key(fingerprint: str, figure: Figure) -> str:
     return f"run/{fingerprint}/{figure}"
+
+
+def split_key(fingerprint: str, phase: SplitPhase) -> str:
+    """Seconds of a phase of a run whose backward comes in two halves."""
+    figures: dict[SplitPhase, Figure] = {
+        "forward": "split_forward",
+        "input_gradient": "split_input_gradient",
+        "weight_gradient": "split_weight_gradient",
+    }
+    return run_key(fingerprint, figures[phase])
 
 
 def collective_key(kind: StepKind, groups: Iterable[Sequence[int]], num_bytes: int) -> str:

@@ -7,7 +7,7 @@ model is an error.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from math import prod
@@ -16,6 +16,7 @@ from typing import Literal
 from planloom.blocks import BlockGraph, find_segments
 from planloom.cluster import Cluster, Message, exchange_seconds
 from planloom.collective import Step, step_cost
+from planloom.cost.fusion import RunPhase
 from planloom.cost.keys import (
     ACCUMULATE_PREFIX,
     MEMORY_PREFIX,
@@ -26,12 +27,14 @@ from planloom.cost.keys import (
     SEGMENT_PREFIX,
     Figure,
     Phase,
+    SplitPhase,
     collective_prefix,
     exchange_prefix,
     flags_of,
     run_fingerprint,
     run_key,
     shard_sizes,
+    split_key,
     update_key,
     update_peak_key,
 )
@@ -119,6 +122,34 @@ class Prices:
             )
         estimate = estimate_run(self.blocks, program, run, phase, self.cluster.device, fused=self.fused)
         return Price(seconds=estimate.seconds, source="modelled", uncertainty=estimate.uncertainty)
+
+    def split_run(self, program: Program, run: Run, phase: SplitPhase) -> Price:
+        """One phase of a run whose backward comes in two halves; such a run is not compiled."""
+        key = ("split", phase, self._class(program, run))
+        if key not in self._of_runs:
+            self._of_runs[key] = self._split_run(program, run, phase)
+        price = self._of_runs[key]
+        assert isinstance(price, Price)
+        return price
+
+    def _split_run(self, program: Program, run: Run, phase: SplitPhase) -> Price:
+        fingerprint = run_fingerprint(self.blocks, program, run)
+        key = split_key(fingerprint, phase)
+        if key in self.measured:
+            return Price(seconds=self.measured[key], source="measured", uncertainty=self._spread(key))
+
+        def of_whole(part: RunPhase) -> Price:
+            """Of the run as it is where its backward is whole."""
+            known = run_key(fingerprint, part)
+            if known in self.measured and not self.fused:
+                return Price(seconds=self.measured[known], source="interpolated", uncertainty=self._spread(known))
+            estimate = estimate_run(self.blocks, program, run, part, self.cluster.device, fused=False)
+            return Price(seconds=estimate.seconds, source="modelled", uncertainty=estimate.uncertainty)
+
+        if phase != "weight_gradient":
+            return of_whole(phase)
+        whole, first = of_whole("backward"), of_whole("input_gradient")
+        return replace(whole, seconds=max(0.0, whole.seconds - first.seconds))
 
     def run_memory(self, program: Program, run: Run) -> RunMemory:
         """What a run keeps and needs on one device, for one micro-batch."""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from planloom.blocks import BlockGraph
-from planloom.cost.keys import run_key, update_peak_key
+from planloom.cost.keys import run_key, split_key, update_peak_key
 from planloom.execute import compute_given
 from planloom.execute.wire import Wire
 from planloom.graph import RANDOM_STATE
@@ -29,6 +29,7 @@ from planloom.profile.rest import measure_rest
 from planloom.profile.rings import bench_of
 from planloom.profile.rounds import NUM_ROUNDS, Rounds
 from planloom.profile.runs import MakeLocal, Measured, RunBench, measure_run, measure_run_again
+from planloom.profile.splits import SplitBench, measure_split
 from planloom.profile.timing import BUDGET_SECONDS, slowest, time_phases
 from planloom.profile.work import Collectives, Work, missing_work, work_of
 from planloom.program import Program, Run
@@ -84,7 +85,7 @@ def measure_programs(
         missing = missing_work(work, agreed(known))
         tasks = _tasks(bench, work, missing, wire)
         num_later = NUM_ROUNDS[device.type] - 1
-        total = len(tasks) + num_later * (len(missing.runs) + len(missing.updates))
+        total = len(tasks) + num_later * missing.num_computed
         progress(0, total)
         done = 0
         for number in range(1 + num_later):
@@ -116,6 +117,7 @@ def _tasks(bench: _Bench, whole: Work, work: Work, wire: Wire | None) -> list[Ta
     """Tasks for the part `work` of the whole."""
     budget = bench.budget_seconds
     tasks: list[Task] = [partial(_measure_run, bench, fingerprint, *of) for fingerprint, of in work.runs.items()]
+    tasks += [partial(_measure_split, bench, fingerprint, *of) for fingerprint, of in work.splits.items()]
     tasks += [partial(_measure_update, bench, key, *of) for key, of in work.updates.items()]
     tasks += [partial(measure_sum, num_bytes, bench.device, budget_seconds=budget) for num_bytes in work.memory]
     if wire is None:
@@ -139,6 +141,7 @@ def _tasks(bench: _Bench, whole: Work, work: Work, wire: Wire | None) -> list[Ta
 def _tasks_again(bench: _Bench, work: Work, rounds: Rounds, *, backwards: bool) -> list[Task]:
     """What is computed, once more; what did not fit gives nothing again."""
     tasks: list[Task] = [partial(_measure_again, bench, rounds, f, *of) for f, of in work.runs.items()]
+    tasks += [partial(_measure_split, bench, f, *of) for f, of in work.splits.items()]
     tasks += [partial(_measure_update, bench, key, *of) for key, of in work.updates.items()]
     return tasks[::-1] if backwards else tasks
 
@@ -162,6 +165,21 @@ def _measure_again(bench: _Bench, rounds: Rounds, fingerprint: str, program: Pro
         return {}
     ready = bench_of(bench.blocks, program, run, bench.given, bench.device, bench.make_local)
     return measure_run_again(ready, fingerprint, rounds.first, budget_seconds=bench.budget_seconds)
+
+
+def _measure_split(bench: _Bench, fingerprint: str, program: Program, run: Run) -> Measured:
+    """Of several rounds each measures it alike."""
+
+    def prepare() -> SplitBench:
+        ready = SplitBench(bench.blocks, program, run, bench.given, bench.device)
+        ready.carry_out()
+        return ready
+
+    def measure(ready: SplitBench) -> Measured:
+        return measure_split(ready, fingerprint, budget_seconds=bench.budget_seconds)
+
+    reason = why_not(bench.blocks, program, run, bench.device)
+    return _fitting(bench, split_key(fingerprint, "forward"), reason, prepare, measure)
 
 
 def _measure_update(bench: _Bench, key: str, sizes: list[int], dtypes: list[str]) -> Measured:

@@ -67,8 +67,13 @@ class RunBench:
 
     def get_ready(self) -> None:
         """Forwards that are in flight before a repetition, as other runs are in training."""
-        while len(self._saved) < _IN_FLIGHT[self.device.type] - 1:
+        while self.in_flight < _IN_FLIGHT[self.device.type] - 1:
             self.forward()
+
+    @property
+    def in_flight(self) -> int:
+        """Forwards whose backward is to come."""
+        return len(self._saved)
 
     def forget(self) -> None:
         """Free what is in flight."""

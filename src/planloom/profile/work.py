@@ -22,6 +22,7 @@ from planloom.cost.keys import (
     run_key,
     shard_sizes,
     sizes_measured,
+    split_key,
     update_key,
 )
 from planloom.program import Program, Run, Send, Transfer, collectives_in
@@ -54,6 +55,8 @@ class Work:
     """What is to be measured: by fingerprint, by update key, and links by the prefix of their keys."""
 
     runs: dict[str, tuple[Program, Run]]
+    splits: dict[str, tuple[Program, Run]]
+    """Those whose backward comes in two halves: they are carried out otherwise."""
     updates: dict[str, tuple[list[int], list[str]]]
     links: dict[str, Collectives | Exchanges]
     memory: tuple[int, ...]
@@ -63,17 +66,27 @@ class Work:
     @property
     def num_tasks(self) -> int:
         links = sum(len(link.sizes) for link in self.links.values())
-        return len(self.runs) + len(self.updates) + links + len(self.memory) + self.overlap + self.rest
+        return self.num_computed + links + len(self.memory) + self.overlap + self.rest
+
+    @property
+    def num_computed(self) -> int:
+        """Tasks that are measured in every round."""
+        return len(self.runs) + len(self.splits) + len(self.updates)
 
 
 def work_of(blocks: BlockGraph, programs: Sequence[Program], *, with_links: bool) -> Work:
     """Everything that these programs use; `with_links`: what is sent, too."""
     runs: dict[str, tuple[Program, Run]] = {}
+    splits: dict[str, tuple[Program, Run]] = {}
     updates: dict[str, tuple[list[int], list[str]]] = {}
     links: dict[str, Collectives | Exchanges] = {}
     for program in programs:
+        split = frozenset[int]().union(*(stage.split_runs for stage in program.stages))
         for run in program.runs:
-            runs.setdefault(run_fingerprint(blocks, program, run), (program, run))
+            fingerprint = run_fingerprint(blocks, program, run)
+            runs.setdefault(fingerprint, (program, run))
+            if run.index in split:
+                splits.setdefault(fingerprint, (program, run))
         for stage in program.stages:
             sizes, dtypes = shard_sizes(stage), [blocks.graph.tensors[p.name].dtype for p in stage.parameters]
             if sizes:
@@ -86,7 +99,15 @@ def work_of(blocks: BlockGraph, programs: Sequence[Program], *, with_links: bool
                 pairs = tuple(sorted({(t.source, t.target) for t in transfers}))
                 links.setdefault(exchange_prefix(pairs), Exchanges(pairs=pairs)).sizes.add(num_bytes)
     memory = tuple(3 * 4 * count for count in MEMORY_ELEMENTS)
-    return Work(runs=runs, updates=updates, links=links, memory=memory, overlap=bool(links), rest=bool(links))
+    return Work(
+        runs=runs,
+        splits=splits,
+        updates=updates,
+        links=links,
+        memory=memory,
+        overlap=bool(links),
+        rest=bool(links),
+    )
 
 
 def missing_work(work: Work, known: Collection[str]) -> Work:
@@ -100,6 +121,7 @@ def missing_work(work: Work, known: Collection[str]) -> Work:
             links[prefix] = Exchanges(pairs=link.pairs, sizes=sizes)
     return Work(
         runs={print_: of for print_, of in work.runs.items() if run_key(print_, "forward") not in known},
+        splits={print_: of for print_, of in work.splits.items() if split_key(print_, "forward") not in known},
         updates={key: of for key, of in work.updates.items() if key not in known},
         links=links,
         memory=tuple(size for size in work.memory if accumulate_key(size) not in known),

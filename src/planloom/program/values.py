@@ -366,6 +366,11 @@ class StageProgram:
     parameters: tuple[StoredParameter, ...]
     loss: Buffer
 
+    @property
+    def split_runs(self) -> frozenset[int]:
+        """The runs whose backward comes in two halves."""
+        return frozenset(i.run for body in self.bodies.values() for i in body if isinstance(i, WeightGradient))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:

@@ -20,6 +20,7 @@ from typing import Protocol
 
 from planloom.collective import Step
 from planloom.cost import Price, Prices
+from planloom.cost.keys import Phase, SplitPhase
 from planloom.cost.prices import Source
 from planloom.cost.segments import BodySegment
 from planloom.layout import Mesh
@@ -150,6 +151,7 @@ class ScriptWriter:
         self._lane_of: dict[int, int] = {}
         self._numbers: dict[Buffer, int] = {}
         self._stage_of = {d: s for s, stage in enumerate(program.stages) for d in stage.mesh.devices}
+        self._split = frozenset[int]().union(*(stage.split_runs for stage in program.stages))
 
     def scripts(
         self, sizes: Sequence[dict[Buffer, int]], measured: MeasuredSegments
@@ -194,14 +196,16 @@ class ScriptWriter:
         accumulated, at_once = written.accumulated, written.at_once
         for instruction in body:
             match instruction:
-                case Forward(run=run, again=again):
-                    items.append(self._busy(f"{'Recompute' if again else 'Forward'} {run}", self._run(run, "forward")))
+                case Forward(run=run, again=again, saves=saves):
+                    is_split = saves and run in self._split
+                    price = self._half(run, "forward") if is_split else self._run(run, "forward")
+                    items.append(self._busy(f"{'Recompute' if again else 'Forward'} {run}", price))
                 case Backward(run=run, is_split=True):
-                    items.append(self._busy(f"Input-gradient {run}", self._run(run, "input_gradient")))
+                    items.append(self._busy(f"Input-gradient {run}", self._half(run, "input_gradient")))
                 case Backward(run=run):
                     items.append(self._busy(f"Backward {run}", self._run(run, "backward")))
                 case WeightGradient(run=run):
-                    items.append(self._busy(f"Weight-gradient {run}", self._weight_gradient(run)))
+                    items.append(self._busy(f"Weight-gradient {run}", self._half(run, "weight_gradient")))
                 case Sum(target=target, sources=sources):
                     price = self._seen(self.prices.memory((1 + len(sources)) * sizes[target]))
                     items.append(self._busy("Sum", price))
@@ -345,17 +349,11 @@ class ScriptWriter:
 
     # -- prices
 
-    def _run(self, run: int, phase: str) -> Price:
-        return self._seen(self.prices.run(self.program, self.program.runs[run], phase))  # type: ignore[arg-type]
+    def _run(self, run: int, phase: Phase) -> Price:
+        return self._seen(self.prices.run(self.program, self.program.runs[run], phase))
 
-    def _weight_gradient(self, run: int) -> Price:
-        """What a whole backward takes beyond its input-gradients."""
-        whole, first = (self._run(run, phase) for phase in ("backward", "input_gradient"))
-        return replace(
-            whole,
-            seconds=max(0.0, whole.seconds - first.seconds),
-            host_seconds=max(0.0, whole.host_seconds - first.host_seconds),
-        )
+    def _half(self, run: int, phase: SplitPhase) -> Price:
+        return self._seen(self.prices.split_run(self.program, self.program.runs[run], phase))
 
     def _seen(self, price: Price) -> Price:
         self.sources.add(price.source)

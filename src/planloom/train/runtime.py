@@ -82,9 +82,7 @@ class Runtime:
         self._collected = {
             collective.target for body in self.stage.bodies.values() for i in body for collective in collectives_in(i)
         }
-        self._split = frozenset(
-            i.run for body in self.stage.bodies.values() for i in body if isinstance(i, WeightGradient)
-        )
+        self._split = self.stage.split_runs
         self._local: dict[int, Any] = {
             run.index: self._prepared(run, make_local)
             for run in program.runs
