@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from planloom.cluster import load_cluster
 from planloom.cost import Credit, Prices
-from planloom.cost.keys import REST_SECONDS_KEY, REST_SHARE_KEY, accumulate_key, memory_key
+from planloom.cost.keys import OVERLAP_EXCHANGE_KEY, REST_SECONDS_KEY, REST_SHARE_KEY, accumulate_key, memory_key
 from planloom.program import BodyCall
 from planloom.simulate.engine import Engine
 from planloom.simulate.script import Await, Begin, Busy, Half, Item, Part
@@ -89,3 +89,35 @@ def test_additions_in_place_have_a_price_of_their_own() -> None:
     older = {key: value for key, value in measured.items() if key.startswith("memory/")}
     prices = Prices(blocks=tiny_blocks(), cluster=load_cluster("two-by-two"), measured=older)
     assert prices.accumulate(1200).seconds == 4.0
+
+
+def with_a_message(*, delay: float, sender: tuple[Item, ...] = (), receiver: tuple[Item, ...] = ()) -> float:
+    """Seconds until a message of one second has arrived, whose ends do other things behind its start."""
+    first = (Half("c", 1, ((0, True),), True, 1.0, {}), *sender)
+    second = (Half("c", 0, ((1, True),), False, 0.0, {}), *receiver, Await((1, True), 0, False))
+    engine = Engine(
+        [[BodyCall(body="b", micro=0)]] * 2,
+        [{"b": first}, {"b": second}],
+        compute_slowdown=1.0,
+        communication_slowdown=1.0,
+        exchange_delay=delay,
+    )
+    engine.run()
+    return engine.stages[1].time
+
+
+def test_a_message_is_late_once_where_an_end_computes() -> None:
+    assert with_a_message(delay=0.25) == pytest.approx(1.0), "nobody computes"
+    assert with_a_message(delay=0.25, sender=(busy(0.1),)) == pytest.approx(1.25)
+    twice = (busy(0.1), Await((7, True), 0, False), busy(0.1))
+    assert with_a_message(delay=0.25, sender=twice, receiver=(busy(0.5),)) == pytest.approx(1.25), "once"
+    assert with_a_message(delay=0.0, sender=(busy(0.1),)) == pytest.approx(1.0)
+
+
+def test_a_message_is_late_where_the_links_are_measured_only() -> None:
+    blocks, cluster = tiny_blocks(), load_cluster("two-by-two")
+    for measured_links, delay in ((True, 0.003), (False, 0.0)):
+        prices = Prices(
+            blocks=blocks, cluster=cluster, measured={OVERLAP_EXCHANGE_KEY: 0.003}, measured_links=measured_links
+        )
+        assert prices.exchange_delay == delay

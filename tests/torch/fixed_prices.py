@@ -27,6 +27,7 @@ class FixedPrices:
     """The level whose wires all communication keeps busy; none."""
     compute_slowdown: float = 1.0
     communication_slowdown: float = 1.0
+    exchange_delay: float = 0.0
     credit: Credit = field(default_factory=Credit)
     on: str = "two-by-two"
     has_segments: bool = False

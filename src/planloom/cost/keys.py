@@ -15,6 +15,7 @@ a real network it matters which ranks talk, and sizes of the same groups may be 
 | accumulate/<bytes>                       | seconds of an addition in place that reads and writes so many bytes    |
 | segment/<digest>                         | seconds of a segment of a body with its collectives; see `segments`    |
 | overlap/compute, overlap/communication   | how many times longer a run, or a collective, takes while both go on   |
+| overlap/exchange                         | seconds that a message takes longer while its ends compute             |
 | rest/seconds, rest/share                 | what a device that has waited makes good, and its share of a core      |
 """
 
@@ -154,6 +155,7 @@ def _word_key(key: str, number: int) -> str:
 _MASK_BITS = 48
 MEMORY_PREFIX, ACCUMULATE_PREFIX, SEGMENT_PREFIX = "memory/", "accumulate/", "segment/"
 OVERLAP_COMPUTE_KEY, OVERLAP_COMMUNICATION_KEY = "overlap/compute", "overlap/communication"
+OVERLAP_EXCHANGE_KEY = "overlap/exchange"
 REST_SECONDS_KEY, REST_SHARE_KEY = "rest/seconds", "rest/share"
 
 

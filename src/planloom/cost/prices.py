@@ -22,6 +22,7 @@ from planloom.cost.keys import (
     MEMORY_PREFIX,
     OVERLAP_COMMUNICATION_KEY,
     OVERLAP_COMPUTE_KEY,
+    OVERLAP_EXCHANGE_KEY,
     REST_SECONDS_KEY,
     REST_SHARE_KEY,
     SEGMENT_PREFIX,
@@ -256,6 +257,11 @@ class Prices:
         if not self.measured_links or REST_SECONDS_KEY not in self.measured:
             return Credit()
         return Credit(seconds=self.measured[REST_SECONDS_KEY], share=self.measured[REST_SHARE_KEY])
+
+    @property
+    def exchange_delay(self) -> float:
+        """How much later a message between stages arrives while one of them computes; unknown, it is not late."""
+        return max(0.0, self.measured.get(OVERLAP_EXCHANGE_KEY, 0.0)) if self.measured_links else 0.0
 
     def _slowdown(self, key: str, modelled: float) -> float:
         return max(1.0, self.measured.get(key, modelled)) if self.measured_links else modelled

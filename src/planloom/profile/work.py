@@ -13,7 +13,7 @@ from math import prod
 from planloom.blocks import BlockGraph
 from planloom.collective import Step, local_sizes_after
 from planloom.cost.keys import (
-    OVERLAP_COMPUTE_KEY,
+    OVERLAP_EXCHANGE_KEY,
     REST_SECONDS_KEY,
     accumulate_key,
     collective_prefix,
@@ -125,7 +125,7 @@ def missing_work(work: Work, known: Collection[str]) -> Work:
         updates={key: of for key, of in work.updates.items() if key not in known},
         links=links,
         memory=tuple(size for size in work.memory if accumulate_key(size) not in known),
-        overlap=work.overlap and OVERLAP_COMPUTE_KEY not in known,
+        overlap=work.overlap and OVERLAP_EXCHANGE_KEY not in known,
         rest=work.rest and REST_SECONDS_KEY not in known,
     )
 

@@ -5,6 +5,8 @@ over the largest sum of loads on any of its links, at most one, and less while i
 computing is less while its device communicates. Rates change only when an activity begins or ends, so between two such
 moments every activity's end is known, and the clock jumps to the next one.
 
+A message between stages is late while one of them computes: once, by what was measured (`profile.links`).
+
 A device under a quota that has waited for another stage has *credit*: what it computes next is over as much earlier as
 it has rested, up to what was measured (`cost.Credit`). Not after collectives: what is computed after one is over
 earlier, too, but the collective, measured with a quota unused, meets one that is spent, and takes longer.
@@ -51,6 +53,7 @@ class Activity:
     seen_at: float = 0.0
     version: int = 0
     lanes: tuple[object, ...] = ()
+    is_late: bool = False
     missing: int = 0
     """Roles that have yet to come to it."""
 
@@ -86,8 +89,9 @@ class Engine:
         compute_slowdown: float,
         communication_slowdown: float,
         credit: Credit = _NO_CREDIT,
+        exchange_delay: float = 0.0,
     ) -> None:
-        self.scripts, self.credit = scripts, credit
+        self.scripts, self.credit, self.exchange_delay = scripts, credit, exchange_delay
         self.slow_compute, self.slow_communication = 1 / compute_slowdown, 1 / communication_slowdown
         self.stages = [StageClock([(c.body, c.micro) for c in of]) for of in calls]
         self.exchanges: dict[tuple[str, int], Activity] = {}
@@ -252,6 +256,8 @@ class Engine:
                 self.stages[s].communicating[activity] = None
             for link in activity.loads:
                 self.on_link.setdefault(link, {})[activity] = None
+        if self.exchange_delay:
+            self._make_late(activity)
         self._set_rate(activity)
         self._disturb(activity)
 
@@ -287,10 +293,30 @@ class Engine:
             for other in self.stages[activity.stages[0]].communicating:
                 self._set_rate(other)
 
+    def _make_late(self, begun: Activity) -> None:
+        """Messages take longer, once, if one of their stages computes when they begin, or begins to."""
+        if begun.parts is None:
+            concerned = [begun] if any(self._is_computing(s) for s in begun.stages) else []
+        else:
+            concerned = list(self.stages[begun.stages[0]].communicating)
+        for activity in concerned:
+            if activity.axis == PIPELINE and not activity.is_late:
+                activity.is_late = True
+                activity.remaining += self.exchange_delay
+                if activity.rate:
+                    self._reckon(activity, activity.rate)
+
+    def _is_computing(self, s: int) -> bool:
+        computing = self.stages[s].computing
+        return computing is not None and computing.stop < 0
+
     def _set_rate(self, activity: Activity) -> None:
         rate = self._rate(activity)
-        if rate == activity.rate:
-            return
+        if rate != activity.rate:
+            self._reckon(activity, rate)
+
+    def _reckon(self, activity: Activity, rate: float) -> None:
+        """When an activity will end that goes on at this rate."""
         activity.remaining -= (self.now - activity.seen_at) * activity.rate
         activity.rate, activity.seen_at = rate, self.now
         activity.version += 1
@@ -306,9 +332,6 @@ class Engine:
             on = self.on_link[link]
             if len(on) > 1 or load > 1:
                 crowd = max(crowd, sum(other.loads[link] for other in on))
-        if self.slow_communication < 1:
-            for s in activity.stages:
-                computing = self.stages[s].computing
-                if computing is not None and computing.stop < 0:
-                    return self.slow_communication / crowd
+        if self.slow_communication < 1 and any(self._is_computing(s) for s in activity.stages):
+            return self.slow_communication / crowd
         return 1 / crowd

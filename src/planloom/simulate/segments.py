@@ -51,6 +51,7 @@ class Corrected:
             [{_ALONE: own}],
             compute_slowdown=self._prices.compute_slowdown,
             communication_slowdown=self._prices.communication_slowdown,
+            exchange_delay=self._prices.exchange_delay,
         )
         return engine.run()
 

@@ -71,6 +71,7 @@ def _simulate(
         scripts,
         compute_slowdown=prices.compute_slowdown,
         communication_slowdown=prices.communication_slowdown,
+        exchange_delay=prices.exchange_delay,
         credit=prices.credit,
     )
     step_seconds = engine.run()
