@@ -438,7 +438,9 @@ def computing_seconds(
             return [float("inf")] * len(micro_batches)
         pieces = np.unique(strategies.pieces, axis=0)
         for i, micro in enumerate(micro_batches):
-            least = min((sum(works.seconds(block, row)) for _, row in _possible_rows(block, pieces, micro)), default=np.inf)
+            least = min(
+                (sum(works.seconds(block, row)) for _, row in _possible_rows(block, pieces, micro)), default=np.inf
+            )
             totals[i] += len(numbers) * least
     return [float(seconds) for seconds in totals]
 
