@@ -125,6 +125,22 @@ def test_equal_segments_at_once_are_as_one_by_one(seed: int, integers: bool, alt
         assert value(taken_tables(own, found, g), found.variables, g) == pytest.approx(found.totals[g], rel=1e-12)
 
 
+@pytest.mark.parametrize("integers", [False, True])
+@pytest.mark.parametrize("alternatives", [False, True])
+def test_sums_made_choice_by_choice_are_the_same_to_the_bit(
+    integers: bool, alternatives: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed in range(20):
+        own = chain(seed, 4, integers=integers, alternatives=alternatives)
+        as_a_whole = minimize(own.segments, own.sizes)
+        monkeypatch.setattr("planloom.search.elimination._LARGE", 0)
+        found = minimize(own.segments, own.sizes)
+        monkeypatch.undo()
+        assert np.array_equal(found.totals, as_a_whole.totals)
+        assert np.array_equal(np.stack(found.alternatives), np.stack(as_a_whole.alternatives))
+        assert all(np.array_equal(found.variables[v], picked) for v, picked in as_a_whole.variables.items())
+
+
 def test_equal_segments_in_the_middle_have_equal_minimizers() -> None:
     own = chain(0, 400)
     found = minimize(own.segments, own.sizes)

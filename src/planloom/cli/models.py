@@ -43,6 +43,10 @@ ModelArgument = Annotated[
 ]
 
 
+_NEW_OBJECTS = 50_000
+"""Made before Python looks for cycles among them."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedModel:
     """A model named on the command line, captured; the seconds are those of loading and capturing it."""
@@ -66,6 +70,7 @@ def capture_model(source: str, *, again: bool = False) -> CapturedModel:
         model, batch = load_model(source)
         graph = capture(model, batch) if again else cached_capture(model, batch, folder=GRAPHS)
         gc.freeze()  # what torch and the model are made of stays: half a second less for every look at all objects
+        gc.set_threshold(_NEW_OBJECTS, 20, 20)  # tables and programs have few cycles, and many objects
         seconds = time.perf_counter() - start
         return CapturedModel(blocks=find_blocks(graph), spec=batch_spec(batch), capture_seconds=seconds)
 

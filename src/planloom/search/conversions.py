@@ -110,37 +110,44 @@ class _Way:
     def step(self, kind: str, axis: int, mask: Mask, growth: float = 1.0) -> None:
         """A collective over an axis where `mask` says so; the array is `growth` times as large afterwards."""
         if mask.any():
-            cost = self.mesh.axes[axis].seconds(kind, self.bytes)
-            self.seconds += np.where(mask, cost, 0.0)
-            self.bytes = np.where(mask, self.bytes * growth, self.bytes)
+            at = self._pairs(mask)
+            own = self.bytes[:, at]
+            self.seconds[:, at] += self.mesh.axes[axis].seconds(kind, own)
+            self.bytes[:, at] = own * growth
 
     def cut(self, axis: int, mask: Mask) -> None:
         if mask.any():
-            self.bytes = np.where(mask, self.bytes / self.mesh.sizes[axis], self.bytes)
-            self.seconds += np.where(mask, self.mesh.copy_seconds(self.bytes), 0.0)
+            at = self._pairs(mask)
+            own = self.bytes[:, at] / self.mesh.sizes[axis]
+            self.seconds[:, at] += self.mesh.copy_seconds(own)
+            self.bytes[:, at] = own
+
+    def _pairs(self, mask: Mask) -> Mask:
+        """What is true of some pairs of layouts, spread over all of them."""
+        return np.broadcast_to(mask, self.bytes.shape[1:])
 
     def all_reduce(self, masks: Sequence[Mask]) -> None:
         """All-reduces over the axes; over two, scattered over the faster one meanwhile if that is cheaper."""
         order = [axis for axis in self.mesh.fastest_first if masks[axis].any()]
         if not order:
             return
+        pairs = {axis: self._pairs(masks[axis]) for axis in order}
         alone = np.zeros_like(self.seconds)
-        for axis in order:
-            alone += np.where(masks[axis], self.mesh.axes[axis].seconds("all_reduce", self.bytes), 0.0)
-        best = alone
+        for axis, at in pairs.items():
+            alone[:, at] += self.mesh.axes[axis].seconds("all_reduce", self.bytes[:, at])
+        best = alone.copy()
         for fast, slow in [(a, b) for i, a in enumerate(order) for b in order[i + 1 :]]:
-            both = masks[fast] & masks[slow]
+            both = pairs[fast] & pairs[slow]
             if both.any():
-                part = self.bytes / self.mesh.sizes[fast]
+                own = self.bytes[:, both]
+                part = own / self.mesh.sizes[fast]
                 pair = (
-                    self.mesh.axes[fast].seconds("reduce_scatter", self.bytes)
+                    self.mesh.axes[fast].seconds("reduce_scatter", own)
                     + self.mesh.axes[slow].seconds("all_reduce", part)
                     + self.mesh.axes[fast].seconds("all_gather", part)
                 )
-                flat = self.mesh.axes[fast].seconds("all_reduce", self.bytes) + self.mesh.axes[slow].seconds(
-                    "all_reduce", self.bytes
-                )
-                best = np.where(both, np.minimum(best, alone - flat + pair), best)
+                flat = self.mesh.axes[fast].seconds("all_reduce", own) + self.mesh.axes[slow].seconds("all_reduce", own)
+                best[:, both] = np.minimum(best[:, both], alone[:, both] - flat + pair)
         self.seconds += best
 
 
@@ -188,7 +195,7 @@ def conversion_seconds(
         found: Array = whole_bytes[:, None] / np.where(states < num_factors, sizes, 1.0).prod(axis=1)[None, :]
         return found
 
-    way = _Way(mesh, np.ascontiguousarray(np.broadcast_to(local(produced)[:, :, None], shape)))
+    way = _Way(mesh, np.array(np.broadcast_to(local(produced)[:, :, None], shape)))
     partial = [(was[a] == num_factors) & (not is_junction) for a in axes]
     whole = [~was_split[a] & ~partial[a] for a in axes]
     for a in axes:
@@ -204,7 +211,7 @@ def conversion_seconds(
     if not is_differentiable:
         return forward, np.zeros(shape)
 
-    way = _Way(mesh, np.ascontiguousarray(np.broadcast_to(local(consumed)[:, None, :], shape)))
+    way = _Way(mesh, np.array(np.broadcast_to(local(consumed)[:, None, :], shape)))
     given_partial = [(will[a] == num_factors) for a in axes]
     given_whole = [(will[a] == num_factors + 1) for a in axes]
     passed_on = [(whole[a] & takes_partial) | (is_junction & (was[a] == num_factors)) for a in axes]
@@ -238,5 +245,5 @@ def reduction_seconds(mesh: MeshBatch, over: Mask, num_bytes: Array) -> Array:
             found[members] = reduction_seconds(part, over, num_bytes[members])
         return found
     way = _Way(mesh, num_bytes)
-    way.all_reduce([over[:, a][None, :] for a in range(len(mesh.axes))])
+    way.all_reduce([over[:, a] for a in range(len(mesh.axes))])
     return way.seconds

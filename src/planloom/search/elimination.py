@@ -35,6 +35,8 @@ _STEADY = 1e-12
 """Messages that differ from a constant by less than this share of it differ by rounding."""
 _PARTED = 8
 """Settled problems are parted from the others when they are one in so many."""
+_LARGE = 1 << 15
+"""Sums of so many numbers are made choice by choice: a quarter of a megabyte."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -323,11 +325,39 @@ def _eliminated(
     for variable in (v + first for v in order):
         own = tuple(t for t in left if variable in t.variables)
         left = [t for t in left if variable not in t.variables]
-        whole = summed(own)
-        others = tuple(o for o in whole.variables if o != variable)
         records.append(Record(variable, own))
-        left.append(Table(others, whole.numbers.min(axis=1 + whole.variables.index(variable))))
+        left.append(_least_over(variable, own, sizes))
     return tuple(records), left
+
+
+def _least_over(variable: int, tables: Sequence[Table], sizes: Mapping[int, int]) -> Table:
+    """The least sum of tables that all have a variable, over its choices.
+
+    A large sum is never there as a whole: choice by choice, what is added up and compared stays in the cache. The same
+    numbers are added in the same order, so the result is the same to the last bit.
+    """
+    variables = sorted({v for table in tables for v in table.variables})
+    others, count = tuple(v for v in variables if v != variable), sizes[variable]
+    problems = max(table.numbers.shape[0] for table in tables)
+    if len(tables) < 2 or count < 2 or problems * _volume(variables, sizes) < _LARGE:
+        whole = summed(tables)
+        return Table(others, whole.numbers.min(axis=1 + whole.variables.index(variable)))
+    spread = []
+    for table in sorted(tables, key=lambda t: t.numbers.size):
+        apart = np.moveaxis(table.numbers, 1 + table.variables.index(variable), 0)
+        shape = (count, apart.shape[1], *(sizes[v] if v in table.variables else 1 for v in others))
+        spread.append(np.ascontiguousarray(apart).reshape(shape))
+    least = np.empty(np.broadcast_shapes(*(own.shape[1:] for own in spread)))
+    total = np.empty_like(least)
+    for choice in range(count):
+        into = total if choice else least
+        first = spread[0][choice]
+        for own in spread[1:-1]:
+            first = first + own[choice]
+        np.add(first, spread[-1][choice], out=into)
+        if choice:
+            np.minimum(least, total, out=least)
+    return Table(others, least)
 
 
 @lru_cache(maxsize=65536)

@@ -77,6 +77,10 @@ class Solver:
         self._portion = max(1, _MAX_NUMBERS // largest_table(one.segments, one.sizes))
         self._segment_starts = [segment.variables[0].block for segment in tables.network.chain]
         self._multipliers: Multipliers | None = None
+        self._known: dict[tuple[int, float], tuple[float, Choice]] = {}
+        """Of problems and prices of memory what is best, and its J: no limit changes them."""
+        self._prepared: dict[int, tuple[SettledProblem, tuple[Choice, ...]]] = {}
+        """Problems without junctions that no plan has, with what is best at a row of prices."""
         everything = np.arange(len(tables.candidates))
         self._totals = self._least(everything, np.zeros(len(everything)))
         """J of every problem where memory costs nothing."""
@@ -169,11 +173,11 @@ class Solver:
         """A better solution of a problem with several stages, filled segment by segment; or the one that there is."""
         if not 1 < self.num_stages <= _MOST_STAGES or not np.isfinite(self._totals[g]):
             return solution
-        problem = SettledProblem.of(self.tables, g)
+        problem, known = self._prepared_problem(g)
         bound = PipelineBound(
             problem, self.places, self.limits.tolist(), known_seconds=np.inf, recompute=self.recompute
         )
-        options = self._options(g, problem, self._rows(g))
+        options = list(known)
         multipliers = bound.multipliers([block_figures(self.tables, g, choice) for choice in options])
         if multipliers is not None:
             weight = float(self.tables.weights[g])
@@ -201,6 +205,12 @@ class Solver:
                 return found if found is not None and _is_faster(found, solution) else solution
             limits = limits - _MORE_ROOM * np.tile(excess, self.schedule.stages_per_group)
         return solution
+
+    def _prepared_problem(self, g: int) -> tuple[SettledProblem, tuple[Choice, ...]]:
+        if g not in self._prepared:
+            problem = SettledProblem.of(self.tables, g)
+            self._prepared[g] = problem, tuple(self._options(g, problem, self._rows(g)))
+        return self._prepared[g]
 
     def _rows(self, g: int) -> list[tuple[float, float]]:
         """Prices of memory, each with the micro-batches that a stage keeps: those of the first stage, of one in the
@@ -320,14 +330,16 @@ class Solver:
 
     def _at_prices(self, prices: Mapping[int, Sequence[float]]) -> dict[int, dict[float, Choice]]:
         """The solutions of problems for several prices of memory each."""
-        at = np.array([g for g, row in prices.items() for _ in row], dtype=np.intp)
-        flat = np.array([price for row in prices.values() for price in row])
-        options: dict[int, dict[float, Choice]] = {g: {} for g in prices}
-        if len(at):
+        missing = [(g, price) for g, row in prices.items() for price in row if (g, price) not in self._known]
+        if missing:
+            at, flat = np.array([g for g, _ in missing], dtype=np.intp), np.array([price for _, price in missing])
             found = self._minimized(flat, self.kept[at], at, recompute=self.recompute)
-            for i, (g, price) in enumerate(zip(at, flat, strict=True)):
-                self._tighten(int(g), float(found.totals[i]), float(price))
-                options[int(g)][float(price)] = found.choice(i)
+            self._known.update({own: (float(found.totals[i]), found.choice(i)) for i, own in enumerate(missing)})
+        options: dict[int, dict[float, Choice]] = {g: {} for g in prices}
+        for g, row in prices.items():
+            for price in row:
+                total, options[g][price] = self._known[g, price]
+                self._tighten(g, total, price)
         return options
 
     def _fitted(self, g: int, options: Sequence[Choice]) -> tuple[Packing | None, Solution | None]:

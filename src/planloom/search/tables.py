@@ -12,7 +12,7 @@ The alternative of a repeated segment is to recompute it: its forward, communica
 what leaves it is kept.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -403,17 +403,23 @@ def _tables(segment: ChainSegment, numbers: Sequence[Array], pairs: Mapping[Key,
 def works_of(works: WorkPrices, block: Block, pieces: Rows, micro: int) -> NDArray[np.float64]:
     """Forward and backward seconds, saved and peak bytes, for rows of pieces; infinite where the batch does not
     divide."""
-    batch = next((d for d, dim in enumerate(block.dims) if dim.name == BATCH_DIM), -1)
     found = np.full((4, len(pieces)), np.inf)
     found[2:] = 0.0
+    for i, row in _possible_rows(block, pieces, micro):
+        work = works.work(block, row)
+        found[:, i] = (work.forward_seconds, work.backward_seconds, work.saved_bytes, work.peak_bytes)
+    return found
+
+
+def _possible_rows(block: Block, pieces: Rows, micro: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Rows of pieces into which so many micro-batches divide, these included."""
+    batch = next((d for d, dim in enumerate(block.dims) if dim.name == BATCH_DIM), -1)
     for i, row in enumerate(pieces.tolist()):
         if batch >= 0:
             row[batch] *= micro
             if block.dims[batch].size % row[batch]:
                 continue
-        work = works.work(block, tuple(row))
-        found[:, i] = (work.forward_seconds, work.backward_seconds, work.saved_bytes, work.peak_bytes)
-    return found
+        yield i, tuple(row)
 
 
 def computing_seconds(
@@ -432,8 +438,10 @@ def computing_seconds(
             return [float("inf")] * len(micro_batches)
         pieces = np.unique(strategies.pieces, axis=0)
         for i, micro in enumerate(micro_batches):
-            figures = works_of(works, block, pieces, micro)
-            totals[i] += len(numbers) * float((figures[0] + figures[1]).min())
+            least = min(
+                (sum(works.seconds(block, row)) for _, row in _possible_rows(block, pieces, micro)), default=np.inf
+            )
+            totals[i] += len(numbers) * least
     return [float(seconds) for seconds in totals]
 
 

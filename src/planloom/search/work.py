@@ -76,6 +76,7 @@ class WorkPrices:
         self.measured = measured or Measured()
         self._known: dict[Class, Work] = {}
         self._modelled: dict[Class, Work] = {}
+        self._timed: dict[Class, tuple[float, float]] = {}
         self._weights: dict[Class, float] = {}
         self._classes: dict[int, object] = {}
         self._kept: dict[int, Kept] = {}
@@ -123,18 +124,34 @@ class WorkPrices:
             self._modelled[key] = self._model(block, pieces)
         return self._modelled[key]
 
+    def seconds(self, block: Block, pieces: Pieces) -> tuple[float, float]:
+        """Forward and backward alone: without the bytes, which take longer to find."""
+        if self.measured.figures or self.measured.ratios:
+            work = self.work(block, pieces)
+            return work.forward_seconds, work.backward_seconds
+        return self._modelled_seconds(block, pieces)
+
+    def _modelled_seconds(self, block: Block, pieces: Pieces) -> tuple[float, float]:
+        if self.by_volume:
+            return 0.0, 0.0
+        key = (self.class_of(block), pieces)
+        if key not in self._timed:
+            run = single_run(self.blocks, block, pieces)
+            operations = run_operations(self.blocks, run, num_micro=1)
+            forward, backward = (
+                estimate_operations(self.blocks, run, operations, phase, self.device, fused=self.fused).seconds
+                for phase in ("forward", "backward")
+            )
+            self._timed[key] = (forward, backward)
+        return self._timed[key]
+
     def _model(self, block: Block, pieces: Pieces) -> Work:
         run = single_run(self.blocks, block, pieces)
-        operations = run_operations(self.blocks, run, num_micro=1)
-        forward, backward = (
-            estimate_operations(self.blocks, run, operations, phase, self.device, fused=self.fused)
-            for phase in ("forward", "backward")
-        )
+        forward, backward = self._modelled_seconds(block, pieces)
         memory = run_memory(self.blocks, _program(run), run, fused=self.fused)
-        counted = 0.0 if self.by_volume else 1.0
         return Work(
-            forward_seconds=counted * forward.seconds,
-            backward_seconds=counted * backward.seconds,
+            forward_seconds=forward,
+            backward_seconds=backward,
             saved_bytes=memory.saved_bytes,
             peak_bytes=max(memory.forward_peak_bytes, memory.backward_peak_bytes),
         )
