@@ -28,7 +28,16 @@ from planloom.plan.checks import require_plan
 from planloom.plan.order_checks import require_held
 from planloom.plan.orders import Call, OrderFunction
 from planloom.plan.schedules import home_groups, orders_of, schedule_name
-from planloom.plan.values import Plan, Storage, StorageKind, TimeAxis, TimeOrder, device_groups, num_roles
+from planloom.plan.values import (
+    Plan,
+    Storage,
+    StorageKind,
+    TimeAxis,
+    TimeOrder,
+    device_groups,
+    num_roles,
+    require_model,
+)
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -266,4 +275,22 @@ def draft(blocks: BlockGraph, mesh: Mesh, *, batch: Mapping[str, tuple[tuple[int
         stages=(0,) * count,
         strategies=tuple({} for _ in range(count)),
         storage={},
+    )
+
+
+def edit(blocks: BlockGraph, plan: Plan) -> Draft:
+    """A finished plan as a starting point to edit. Its calls stay as they are until `order` is called."""
+    require_model(plan, blocks.graph)
+    return Draft(
+        blocks=blocks,
+        batch=dict(plan.batch),
+        meshes=plan.meshes,
+        stages=plan.stages,
+        strategies=plan.strategies,
+        storage=dict(plan.storage),
+        num_micro_batches=plan.num_micro_batches,
+        schedule=plan.schedule,
+        orders=plan.orders,
+        recomputed=plan.recompute,
+        times=plan.times,
     )
