@@ -84,12 +84,16 @@ def find_best(
 
 
 def _with_variants(fitting: Sequence[Finalist], won: Sequence[Finalist], num_finalists: int) -> tuple[Finalist, ...]:
-    """Both by simulated step; the best plan of the proven space is always among them."""
+    """Both by simulated step."""
     ordered = sorted([*fitting, *won], key=lambda own: (own.step_seconds, own.plan.name, own.placement))
-    kept = ordered[:num_finalists]
-    if fitting and all(own.variant for own in kept):
-        kept[-1] = fitting[0]
-    return tuple(kept)
+    return _first(ordered, num_finalists)
+
+
+def _first(ordered: Sequence[Finalist], count: int) -> tuple[Finalist, ...]:
+    """So many; the first of the proven space is among them."""
+    proven = [own for own in ordered if not own.variant][:1]
+    kept = list(ordered[:count])
+    return tuple([*kept[:-1], *proven] if proven and proven[0] not in kept else kept)
 
 
 def find_best_measured(
@@ -112,7 +116,8 @@ def find_best_measured(
     planner, known = planner.with_measured(Measured(figures=prices.measured)), prices
     for number in range(1, _ROUNDS + 1):
         best = find_best(planner, known, batch, wishes, num_finalists=num_finalists, progress=progress)
-        pool += [own for own in best.finalists if all(own.plan != other.plan for other in pool)]
+        new = [own for own in best.finalists if all(own.plan != other.plan for other in pool)]
+        pool += [own for own in new if not own.variant]  # what variants gain is asked anew in every round
         known = measure(best.finalists) if measure is not None else prices
         ratios = learned_ratios(planner.works, [finalist.program for finalist in pool], known)
         learned = Measured(figures=known.measured, ratios=ratios)
@@ -120,8 +125,9 @@ def find_best_measured(
             break
         planner = planner.with_measured(learned)
     if number > 1:
+        pool += [own for own in best.finalists if own.variant]
         pool = _ranked_again(planner, pool, known, must_be_measured=measure is not None)
-        best = replace(best, finalists=tuple(pool[:num_finalists]))
+        best = replace(best, finalists=_first(pool, num_finalists))
     estimated = next((own for own in best.finalists if own.estimate is not None), None)
     sources = estimate_sources(estimated.plan, planner.network, planner.works) if estimated is not None else {}
     return replace(best, num_rounds=number, sources=sources, measured=planner.works.measured)

@@ -8,6 +8,7 @@ cost of the search's own time. A variant is taken where it fits and is faster th
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Literal
 
 from planloom.cluster import cluster_to_yaml, format_bytes
@@ -15,11 +16,13 @@ from planloom.cost import Prices
 from planloom.errors import LayoutError, PlanError
 from planloom.plan import Plan
 from planloom.program import build_program
+from planloom.search.edited_variants import propose_chunks, propose_pieces, propose_schedules
 from planloom.search.finalists import Finalist
 from planloom.search.finished import candidate_of, plan_of
 from planloom.search.planner import Found, Planner
 from planloom.search.space import Wishes
-from planloom.search.variants import BatchSpec, Ground, Variant, propose, respects
+from planloom.search.variants import BatchSpec, Ground, Proposal, Variant, respects
+from planloom.search.written_variants import propose_interlaced, propose_recycled, propose_rings
 from planloom.simulate import simulate, simulate_memory
 
 LEAST_GAIN = 0.01
@@ -33,6 +36,16 @@ _LEAST_SECONDS, _SHARE, _ALONE_SECONDS = 2.0, 0.25, 30.0
 _MORE_MEMORY, _MUCH_MORE_MEMORY = (2.0,), (1.5, 3.0)
 """Times the limit: what a search with so much more memory finds is tried with blocks in pieces."""
 _BASES = 4
+_KINDS: Mapping[str, Callable[[Ground], Proposal]] = MappingProxyType(
+    {
+        "chunks": propose_chunks,
+        "co-shard": propose_pieces,
+        "rings": propose_rings,
+        "interlaced": propose_interlaced,
+        "schedules": propose_schedules,
+        "3f1b": propose_recycled,
+    }
+)
 Outcome = Literal["wins", "slower", "gains too little", "too large", "refused"]
 Progress = Callable[[str, int, int], None]
 
@@ -98,7 +111,7 @@ def try_variants(
         with_more_memory=lambda: _with_more_memory(planner, found, fitting, batch, wishes, best),
         num_shapes=_SHAPES_OF_LARGE if is_large else _SHAPES,
     )
-    proposals = {kind: propose(kind, ground) for kind in wishes.variants}
+    proposals = {kind: _KINDS[kind](ground) for kind in wishes.variants if not planner.works.by_volume}
     waiting = list(_in_turn([own.variants for own in proposals.values()]))
     taken: dict[str, Finalist] = {}
     tried: list[Trial] = []
