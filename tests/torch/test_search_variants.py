@@ -17,6 +17,8 @@ from planloom.plan import edit
 from planloom.program import build_program
 from planloom.search import Best, BlockPin, NothingFitsError, Planner, Wishes, estimate_plan, find_best
 from planloom.search.space import VARIANTS
+from planloom.search.variants import Ground
+from planloom.search.written_variants import propose_recycled
 from planloom.simulate import simulate
 from tests.dist.cases import captured
 from tests.torch.equality import require_equal_to_one_device
@@ -133,6 +135,27 @@ def test_another_schedule_is_taken_where_it_is_faster_and_none_where_one_is_pinn
     again = best_of("gpt-deep", flat(2, "1 GB/s"), schedule="1f1b", **pinned)
     assert {own.plan.schedule for own in again.finalists} == {"1f1b"}
     assert again.trials.left_out["schedules"] == "the schedule is pinned"
+
+
+def test_a_model_that_recycles_is_tried_with_its_own_schedule() -> None:
+    """Made without a search, which takes long for this model."""
+    machine = flat(2, "1 GB/s")
+    planner = Planner(captured("recycled", torch.float64), machine, fused=False)
+    wishes = Wishes(pp=2, dp=1, micro=4)
+    ground = Ground(
+        planner=planner, wishes=wishes, batch=spec("recycled"), finalists=(), with_more_memory=tuple, num_shapes=2
+    )
+    (variant,) = propose_recycled(ground).variants
+    plan = variant.ways[0]().plan(variant.name)
+    assert (plan.schedule, plan.num_micro_batches, len(plan.roles)) == ("3f1b", 4, 2)
+    require_equal_to_one_device("recycled", plan)
+
+
+@pytest.mark.slow
+def test_the_schedule_of_a_model_that_recycles_is_taken() -> None:
+    best = best_of("recycled", flat(2, "1 GB/s"), pp=2, dp=1, tp=1, micro=8)
+    assert best.winner.variant == "3f1b"
+    require_equal_to_one_device("recycled", best.winner.plan)
 
 
 def test_without_variants_the_proven_space_alone_is_searched() -> None:

@@ -70,9 +70,7 @@ def find_best(
         planner, found, prices, batch, wishes, num_finalists=num_finalists, progress=simulated
     )
     seconds = time.perf_counter() - started
-    won, trials = try_variants(
-        planner, found, finalists.fitting, prices, batch, wishes, seconds=seconds, progress=progress
-    )
+    won, trials = try_variants(planner, finalists.fitting, prices, batch, wishes, seconds=seconds, progress=progress)
     if not finalists.fitting and not won:
         raise nothing_fits(planner, wishes, finalists.refused, too_large=finalists.too_large, progress=progress)
     return Best(

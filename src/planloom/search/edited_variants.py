@@ -72,7 +72,7 @@ def propose_pieces(ground: Ground) -> Proposal:
         )
         for plan in ground.with_more_memory()
     ]
-    return Proposal(variants=tuple(found), why="more memory would make no faster plan")
+    return Proposal(variants=tuple(found), why="none is found that more memory would make faster")
 
 
 def _in_pieces(ground: Ground, plan: Plan, count: int) -> Draft:

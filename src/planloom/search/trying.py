@@ -8,6 +8,7 @@ cost of the search's own time. A variant is taken where it fits and is faster th
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from types import MappingProxyType
 from typing import Literal
 
@@ -19,7 +20,7 @@ from planloom.program import build_program
 from planloom.search.edited_variants import propose_chunks, propose_pieces, propose_schedules
 from planloom.search.finalists import Finalist
 from planloom.search.finished import candidate_of, plan_of
-from planloom.search.planner import Found, Planner
+from planloom.search.planner import Planner, Ranked
 from planloom.search.space import Wishes
 from planloom.search.variants import BatchSpec, Ground, Proposal, Variant, respects
 from planloom.search.written_variants import propose_interlaced, propose_recycled, propose_rings
@@ -28,10 +29,10 @@ from planloom.simulate import simulate, simulate_memory
 LEAST_GAIN = 0.01
 """Of the step of the best plan that has an estimate and a proof: for less, that one stands."""
 _LARGE_BLOCKS, _FEW_DEVICES = 400, 16
-"""Models that are larger have few variants; larger clusters are not searched as a whole for more memory."""
+"""Models that are larger have few variants and are not searched again; larger clusters not as a whole."""
 _MOST, _MOST_OF_LARGE = 16, 2
 _SHAPES, _SHAPES_OF_LARGE = 4, 1
-_LEAST_SECONDS, _SHARE, _ALONE_SECONDS = 2.0, 0.25, 30.0
+_LEAST_SECONDS, _SHARE, _ALONE_SECONDS = 1.5, 0.25, 30.0
 """What trying may take of the process's own time: a share of the search's; more where there is no plan without it."""
 _MORE_MEMORY, _MUCH_MORE_MEMORY = (2.0,), (1.5, 3.0)
 """Times the limit: what a search with so much more memory finds is tried with blocks in pieces."""
@@ -88,7 +89,6 @@ class Trials:
 
 def try_variants(
     planner: Planner,
-    found: Found,
     fitting: Sequence[Finalist],
     prices: Prices,
     batch: BatchSpec,
@@ -108,7 +108,7 @@ def try_variants(
         wishes=wishes,
         batch=batch,
         finalists=tuple(fitting),
-        with_more_memory=lambda: _with_more_memory(planner, found, fitting, batch, wishes, best),
+        with_more_memory=lambda: _with_more_memory(planner, fitting, batch, wishes, best, progress),
         num_shapes=_SHAPES_OF_LARGE if is_large else _SHAPES,
     )
     proposals = {kind: _KINDS[kind](ground) for kind in wishes.variants if not planner.works.by_volume}
@@ -175,13 +175,22 @@ def _tried(variant: Variant, ground: Ground, prices: Prices, best: float) -> tup
 
 
 def _with_more_memory(
-    planner: Planner, found: Found, fitting: Sequence[Finalist], batch: BatchSpec, wishes: Wishes, best: float
+    planner: Planner,
+    fitting: Sequence[Finalist],
+    batch: BatchSpec,
+    wishes: Wishes,
+    best: float,
+    progress: Progress | None,
 ) -> Sequence[Plan]:
     """Plans of the space that would be faster, on devices with more memory; but whose parameters fit on these."""
     limit, plans = planner.limit_bytes(wishes), dict[str, tuple[float, Plan]]()
+    tensors = planner.blocks.graph.tensors
+    whole = sum(4 * prod(tensors[p].shape) * tensors[p].item_bytes for p in planner.blocks.graph.parameters)
+    if whole / planner.cluster.num_devices > limit:  # parameters, gradients and moments, each once
+        return []
     for times in _MORE_MEMORY if fitting else _MUCH_MORE_MEMORY:
         for own in _wider(planner, fitting, wishes):
-            for ranked in planner.search(own, limit_bytes=times * limit, num_wanted=_BASES).ranked:
+            for ranked in _searched(planner, own, times * limit, progress):
                 solution = ranked.solution
                 stored = max(stage.stored_bytes for stage in solution.estimate.stages)
                 if ranked.seconds < best and stored < limit:
@@ -191,11 +200,19 @@ def _with_more_memory(
     return [plan for _, plan in sorted(plans.values(), key=lambda own: own[0])][:_BASES]
 
 
+def _searched(planner: Planner, wishes: Wishes, limit_bytes: float, progress: Progress | None) -> tuple[Ranked, ...]:
+    return planner.search(wishes, limit_bytes=limit_bytes, num_wanted=_BASES, progress=progress).ranked
+
+
 def _wider(planner: Planner, fitting: Sequence[Finalist], wishes: Wishes) -> list[Wishes]:
     """What is searched again with more memory: everything where there are few devices or no plan; else the best plan's
-    shape with half as many devices in its first free axis, and twice as many in the data axis."""
-    if not fitting or planner.cluster.num_devices <= _FEW_DEVICES:
+    shape with half as many devices in its first free axis, and twice as many in the data axis; of large models
+    nothing."""
+    is_large = len(planner.blocks.blocks) > _LARGE_BLOCKS
+    if not fitting or (planner.cluster.num_devices <= _FEW_DEVICES and not is_large):
         return [wishes]
+    if is_large:
+        return []
     shape = candidate_of(fitting[0].plan, planner.cluster).shape
     sizes = dict(zip(shape.names, shape.sizes, strict=True))
     if sizes.get("tp", 1) < 2 or wishes.tp is not None or wishes.dp is not None:

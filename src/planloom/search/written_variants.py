@@ -65,7 +65,9 @@ def propose_interlaced(ground: Ground) -> Proposal:
     share = max(sum(work[i] for i in first | last) / sum(work), sum(size[n] for n in ends) / sum(size.values()))
 
     def is_wanted(shape: Shape) -> bool:
-        return shape.num_stages > 1 and len(_free(shape)) < 2 and share * shape.num_stages >= _HALF
+        num_inside = len(blocks.blocks) - len(first | last)
+        is_possible = 1 < shape.num_stages <= num_inside and len(_free(shape)) < 2
+        return is_possible and share * shape.num_stages >= _HALF
 
     found = [
         _of_shape(ground, own, "interlaced", "interlaced", partial(_interlacing, ground, own))
@@ -104,6 +106,9 @@ def _recycling(ground: Ground, own: Candidate) -> Draft:
 
 
 def _is_axial(ground: Ground) -> bool:
+    """It then has an axis of another name, of which nothing can be pinned."""
+    if ground.wishes.tp is not None or ground.wishes.pins:
+        return False
     return any(matches(block.name, pattern) for block in ground.planner.blocks.blocks for pattern in TURNS)
 
 
@@ -118,11 +123,11 @@ def _of_shape(ground: Ground, own: Candidate, kind: str, suffix: str, write: Way
         kind=kind,
         name=named(own, suffix),
         placement=placement_words(own.placement),
-        ways=tuple(_ways(ground, write, axis)),
+        ways=tuple(_ways(ground, write, axis, is_everywhere=bool(over) and axis == over)),
     )
 
 
-def _ways(ground: Ground, write: Way, axis: str) -> Iterator[Way]:
+def _ways(ground: Ground, write: Way, axis: str, *, is_everywhere: bool) -> Iterator[Way]:
     kinds: tuple[StorageKind, ...] = ("zero1", "zero3")
     pinned = ground.wishes.storage
     if pinned is not None or not axis:
@@ -131,12 +136,14 @@ def _ways(ground: Ground, write: Way, axis: str) -> Iterator[Way]:
     has_layers = any(repeated.count > 1 for repeated in repeated_segments(segments))
     for kind in kinds:
         for again in (False, True) if ground.wishes.recompute and has_layers else (False,):
-            yield partial(_stored, write, kind, axis, again)
+            yield partial(_stored, write, kind, axis, is_everywhere, again)
 
 
-def _stored(write: Way, kind: StorageKind, axis: str, again: bool) -> Draft:
+def _stored(write: Way, kind: StorageKind, axis: str, is_everywhere: bool, again: bool) -> Draft:
+    """`is_everywhere`: the axis splits the sequence of all blocks, and no parameter."""
     written = write()
-    written = sharded(written, kind, axis) if axis and kind != "replicated" else written
+    if axis and kind != "replicated":
+        written = written.store("*", kind, over=axis) if is_everywhere else sharded(written, kind, axis)
     return recompute_layers(written) if again else written
 
 
