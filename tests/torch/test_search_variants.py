@@ -205,7 +205,9 @@ def test_the_command_says_what_was_tried(monkeypatch: pytest.MonkeyPatch, capsys
 
     def told(*more: str) -> str:
         monkeypatch.setattr(sys, "argv", ["planloom", *words.split(), *more])
-        main()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert not ended.value.code
         return capsys.readouterr().out
 
     document = json.loads(told("--json"))

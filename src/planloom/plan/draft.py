@@ -39,6 +39,8 @@ from planloom.plan.values import (
     require_model,
 )
 
+_WILD = frozenset("*?[|")
+
 
 def matches(name: str, pattern: str) -> bool:
     return any(fnmatchcase(name, part) for part in pattern.split("|"))
@@ -233,7 +235,10 @@ class Draft:
         return found
 
     def _matching(self, pattern: str) -> list[Block]:
-        found = [block for block in self.blocks.blocks if matches(block.name, pattern)]
+        if set(pattern).isdisjoint(_WILD):
+            found = [block for block in self.blocks.blocks if block.name == pattern]
+        else:
+            found = [block for block in self.blocks.blocks if matches(block.name, pattern)]
         if not found:
             names = ", ".join(block.name for block in self.blocks.blocks)
             raise PlanError(f"no block matches {pattern!r}", given=pattern, required=f"a pattern for one of: {names}")

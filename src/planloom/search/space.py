@@ -29,8 +29,8 @@ AXES = ("dp", "tp", "tp2")
 """The names of the axes inside a stage: the data axis and two free ones."""
 STAGES = "pp"
 """The name of the axis along which the stages lie."""
-VARIANTS = ("chunks", "co-shard", "rings", "interlaced", "schedules", "3f1b")
-"""Kinds of plans that are tried beside the space whose bound is proven (`variants`)."""
+VARIANTS = ("chunks", "co-shard", "interlaced", "schedules", "rings", "3f1b")
+"""Kinds of plans that are tried beside the space whose bound is proven (`variants`), in this order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -98,7 +98,7 @@ def try_variants(
     progress: Progress | None = None,
 ) -> tuple[tuple[Finalist, ...], Trials]:
     """The variants that win, of each kind the fastest; and what was tried. `seconds`: what the search has taken."""
-    started, clock = time.perf_counter(), time.process_time()
+    started = time.perf_counter()
     is_large = len(planner.blocks.blocks) > _LARGE_BLOCKS
     best = min((own.step_seconds for own in fitting), default=float("inf"))
     most = _MOST_OF_LARGE if is_large else _MOST
@@ -112,14 +112,18 @@ def try_variants(
         num_shapes=_SHAPES_OF_LARGE if is_large else _SHAPES,
     )
     proposals = {kind: _KINDS[kind](ground) for kind in wishes.variants if not planner.works.by_volume}
-    waiting = list(_in_turn([own.variants for own in proposals.values()]))
+    waiting, clock = list(_in_turn([own.variants for own in proposals.values()])), time.process_time()
     taken: dict[str, Finalist] = {}
     tried: list[Trial] = []
-    while waiting and len(tried) < most and time.process_time() - clock < allowed:
+
+    def is_over() -> bool:
+        return time.process_time() - clock > allowed
+
+    while waiting and len(tried) < most and not is_over():
         variant = waiting.pop(0)
         if progress is not None:
             progress(f"variants, {variant.name}", len(tried), len(tried) + len(waiting) + 1)
-        trial, finalist = _tried(variant, ground, prices, best)
+        trial, finalist = _tried(variant, ground, prices, best, is_over)
         tried.append(trial)
         if finalist is not None and (
             variant.kind not in taken or finalist.step_seconds < taken[variant.kind].step_seconds
@@ -138,11 +142,15 @@ def _in_turn(kinds: Sequence[Sequence[Variant]]) -> Iterator[Variant]:
         yield from (own[place] for own in kinds if place < len(own))
 
 
-def _tried(variant: Variant, ground: Ground, prices: Prices, best: float) -> tuple[Trial, Finalist | None]:
-    """The first way that fits, if it wins."""
+def _tried(
+    variant: Variant, ground: Ground, prices: Prices, best: float, is_over: Callable[[], bool]
+) -> tuple[Trial, Finalist | None]:
+    """The first way that fits, if it wins; no way is begun when the time is over."""
     planner, limit = ground.planner, ground.planner.device_bytes(ground.wishes)
     trial = Trial(kind=variant.kind, name=variant.name, placement=variant.placement, outcome="refused")
     for way in variant.ways:
+        if is_over():
+            break
         try:
             plan = replace(way().plan(variant.name), cluster=cluster_to_yaml(planner.cluster))
             if not respects(plan, ground):
