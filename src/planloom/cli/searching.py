@@ -292,6 +292,7 @@ def best_document(best: Best, captured: CapturedModel) -> dict[str, Any]:
         "name": winner.plan.name,
         "step_seconds": winner.step_seconds,
         "estimate_seconds": _estimate_seconds(winner),
+        "variant": winner.variant or None,
         "tokens_per_second": tokens / winner.step_seconds if tokens else None,
         "mfu": summary.mfu,
         "bubble": summary.bubble,
