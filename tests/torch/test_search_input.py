@@ -186,8 +186,10 @@ def test_undecided_relaxations_are_said_to_be() -> None:
 def test_the_command_tells_machines_and_people_and_exits_with_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = "plan gpt2?batch=8&seq=64&n_layer=2 --cluster dgx-a100 --nodes 1 --pp 1 --dp 8 --zero 0 "
-        "--memory 600MiB --variants none --json"
+    words = (
+        "plan gpt2?batch=8&seq=64&n_layer=2 --cluster dgx-a100 --nodes 1 --pp 1 --dp 8 --zero 0 --memory 600MiB "
+        "--variants none --json"
+    )
     monkeypatch.setattr(sys, "argv", ["planloom", *words.split()])
     with pytest.raises(SystemExit) as ended:
         main()
