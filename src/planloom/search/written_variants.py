@@ -1,6 +1,7 @@
 """Variants that are written anew on a shape of the space: rings, interlaced and recycled pipelines."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from math import prod
 from types import MappingProxyType
@@ -8,7 +9,7 @@ from types import MappingProxyType
 from planloom.blocks import find_segments, repeated_segments
 from planloom.errors import PlanError
 from planloom.layout import Mesh, Placement, mesh_of
-from planloom.plan import Draft, StorageKind
+from planloom.plan import Draft, Storage, StorageKind
 from planloom.plan.draft import matches
 from planloom.plan.families.axial import TURNS
 from planloom.plan.families.context import context_parallel
@@ -140,11 +141,25 @@ def _ways(ground: Ground, write: Way, axis: str, *, is_everywhere: bool) -> Iter
 
 
 def _stored(write: Way, kind: StorageKind, axis: str, is_everywhere: bool, again: bool) -> Draft:
-    """`is_everywhere`: the axis splits the sequence of all blocks, and no parameter."""
+    """`is_everywhere`: the axis splits the sequence of all blocks."""
     written = write()
     if axis and kind != "replicated":
-        written = written.store("*", kind, over=axis) if is_everywhere else sharded(written, kind, axis)
+        written = _sharded_over(written, kind, axis) if is_everywhere else sharded(written, kind, axis)
     return recompute_layers(written) if again else written
+
+
+def _sharded_over(written: Draft, kind: StorageKind, axis: str) -> Draft:
+    """All parameters that the axis does not split, as it may those of positions."""
+    taken = {
+        name
+        for block, strategy in zip(written.blocks.blocks, written.strategies, strict=True)
+        for dim in block.dims
+        if axis in strategy.get(dim.name, ())
+        for name in block.parameters
+        if name in dim.shards
+    }
+    stored = {name: Storage(kind=kind, over=axis) for name in written.blocks.graph.parameters if name not in taken}
+    return replace(written, storage={**written.storage, **stored})
 
 
 def _over_data(written: Draft, shape: Shape) -> Draft:
