@@ -255,5 +255,5 @@ def volume_plan(planner: Planner, captured: CapturedModel) -> Candidate:
     blind = Planner(captured.blocks, planner.cluster, fused=False, by_volume=True)
     prices = Prices(blocks=captured.blocks, cluster=planner.cluster)
     found = find_best(blind, prices, captured.spec, num_finalists=_NUM_BY_VOLUME).finalists
-    best = min(found, key=lambda finalist: finalist.estimate.step_seconds)
+    best = min(found, key=lambda own: own.estimate.step_seconds if own.estimate is not None else float("inf"))
     return Candidate(name=best.plan.name, placement=best.placement, plan=best.plan, program=best.program)

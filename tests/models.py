@@ -65,7 +65,33 @@ def recycled() -> tuple[nn.Module, dict[str, Any]]:
     return Evoformer(config), alignments_for(config, 8)
 
 
+def gpt_wide() -> tuple[nn.Module, dict[str, Tensor]]:
+    """Samples enough for chunks, also where an axis splits them."""
+    config = GPTConfig(sequence=64)
+    return GPT(config), batch_for(config, 8)
+
+
+def gpt_long() -> tuple[nn.Module, dict[str, Tensor]]:
+    """Activations are many times the parameters."""
+    config = GPTConfig(hidden=32, vocab=64, sequence=512)
+    return GPT(config), batch_for(config, 2)
+
+
+def gpt_three_heads() -> tuple[nn.Module, dict[str, Tensor]]:
+    """One long sample, and heads that two devices cannot share."""
+    config = GPTConfig(num_layers=1, hidden=48, num_heads=3, num_kv_heads=3, vocab=64, sequence=512)
+    return GPT(config), batch_for(config, 1)
+
+
+def gpt_words() -> tuple[nn.Module, dict[str, Tensor]]:
+    """Embedding and head are most of the work and of the parameters."""
+    config = GPTConfig(hidden=32, vocab=2048, sequence=32)
+    return GPT(config), batch_for(config, 8)
+
+
 MODELS = {"recycled": recycled, "gpt": gpt, "gpt-deep": gpt_deep, "llama": llama, "llama-deep": llama_deep}
+OF_VARIANTS = {"gpt-wide": gpt_wide, "gpt-long": gpt_long, "gpt-three-heads": gpt_three_heads, "gpt-words": gpt_words}
+"""Each is one that a variant of the search is for."""
 
 
 def build(name: str, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any]]:
@@ -76,7 +102,7 @@ def build(name: str, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any]]:
     if name.startswith("zoo/"):
         return _from_zoo(name.removeprefix("zoo/"), dtype)
     torch.manual_seed(7)
-    model, batch = MODELS[name]()
+    model, batch = {**MODELS, **OF_VARIANTS}[name]()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.05 * torch.randn_like(parameter)

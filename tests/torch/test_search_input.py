@@ -5,6 +5,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -102,7 +103,8 @@ def test_the_bound_before_all_tables_is_below_every_estimate(model: str, cluster
 
 
 def relaxed(wishes: Wishes, seconds: float = 120.0) -> NothingFitsError:
-    own = planner("gpt", "two-by-two")
+    """Of the proven space alone: a variant may fit where none of its plans does."""
+    own, wishes = planner("gpt", "two-by-two"), replace(wishes, variants=())
     prices = Prices(blocks=own.blocks, cluster=own.cluster)
     with pytest.raises(NothingFitsError) as caught:
         find_best(own, prices, spec("gpt"), wishes)
@@ -125,8 +127,8 @@ def test_the_cheapest_relaxation_is_named_first_and_its_step_is_that_of_the_sear
     assert f"the cheapest that fits: {singles[0]['relaxation']}" in str(error)
     micro = by_words["leave --micro open (it is 1)"]
     best = find_best(
-        own, Prices(blocks=own.blocks, cluster=own.cluster), spec("gpt"), Wishes(dp=1, pp=1, memory_bytes=1_300_000),
-        num_finalists=2,
+        own, Prices(blocks=own.blocks, cluster=own.cluster), spec("gpt"),
+        Wishes(dp=1, pp=1, memory_bytes=1_300_000, variants=()), num_finalists=2,
     )  # fmt: skip
     assert micro["fits"]
     assert micro["step_seconds"] == best.winner.step_seconds
@@ -158,7 +160,7 @@ def test_finalists_that_cannot_be_built_are_not_said_to_want_memory(monkeypatch:
     monkeypatch.setattr(finalists_module, "build_program", refuse)
     own = planner("gpt", "two-by-two")
     with pytest.raises(NothingFitsError, match="no plan can be built") as caught:
-        find_best(own, Prices(blocks=own.blocks, cluster=own.cluster), spec("gpt"), Wishes(pp=1, micro=1))
+        find_best(own, Prices(blocks=own.blocks, cluster=own.cluster), spec("gpt"), Wishes(pp=1, micro=1, variants=()))
     assert "has a block that cannot be carried out" in caught.value.given
     assert "memory" not in str(caught.value)
     assert caught.value.facts["binds"] == "programs"
@@ -185,7 +187,8 @@ def test_the_command_tells_machines_and_people_and_exits_with_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = (
-        "plan gpt2?batch=8&seq=64&n_layer=2 --cluster dgx-a100 --nodes 1 --pp 1 --dp 8 --zero 0 --memory 600MiB --json"
+        "plan gpt2?batch=8&seq=64&n_layer=2 --cluster dgx-a100 --nodes 1 --pp 1 --dp 8 --zero 0 --memory 600MiB "
+        "--variants none --json"
     )
     monkeypatch.setattr(sys, "argv", ["planloom", *words.split()])
     with pytest.raises(SystemExit) as ended:

@@ -5,7 +5,8 @@ import pytest
 from planloom.cost import Prices
 from planloom.errors import PlanError
 from planloom.plan import Plan
-from planloom.search import Best, Wishes, estimate_plan, find_best, least_memory
+from planloom.search import Best, Finalist, Planner, Wishes, estimate_plan, find_best, least_memory
+from planloom.search.space import VARIANTS
 from tests.torch.equality import require_equal_to_one_device
 from tests.torch.searches import planner, spec
 
@@ -17,29 +18,40 @@ def best_of(model: str, cluster_name: str, wishes: Wishes, num_finalists: int) -
     )
 
 
+def require_estimate(own: Planner, finalist: Finalist) -> None:
+    """What is reported is what the plan alone gives; a variant reports none."""
+    if finalist.variant:
+        assert finalist.estimate is None
+    else:
+        assert estimate_plan(finalist.plan, own.network, own.works, own.cluster) == finalist.estimate
+
+
 def words(plan: Plan) -> set[str]:
     """What a plan uses."""
     kinds: set[str] = {storage.kind for storage in plan.storage.values()}
     return kinds | {"recompute" for _ in plan.recompute[:1]} | {"pipeline" for _ in plan.meshes[1:2]}
 
 
-def require_all_equal(model: str, cluster_name: str, share: float, num_finalists: int, **pinned: int) -> set[str]:
+def require_all_equal(
+    model: str, cluster_name: str, share: float, num_finalists: int, *, variants: tuple[str, ...] = (), **pinned: int
+) -> set[str]:
     """All finalists of a search with memory between what the smallest plan needs and what the fastest one fills, at
     this share of the way; returns what they use."""
     own, used = planner(model, cluster_name), set[str]()
-    free = best_of(model, cluster_name, Wishes(**pinned), num_finalists)
+    free = best_of(model, cluster_name, Wishes(variants=variants, **pinned), num_finalists)
     best, limit = free, own.device_bytes(Wishes())
     if share < 1:
         least, most = least_memory(own, Wishes(**pinned)), free.winner.memory_bytes
         assert least is not None
         limit = int(least.num_bytes + share * (most - least.num_bytes))
-        best = best_of(model, cluster_name, Wishes(memory_bytes=limit, **pinned), num_finalists)
+        wishes = Wishes(memory_bytes=limit, variants=variants, **pinned)
+        best = best_of(model, cluster_name, wishes, num_finalists)
         print(
             f"{model} on {cluster_name}: the least {least.num_bytes:,.0f}, the fastest {most:,}, limit {limit:,} bytes"
         )
     for finalist in best.finalists:
         assert finalist.memory_bytes <= limit
-        assert estimate_plan(finalist.plan, own.network, own.works, own.cluster) == finalist.estimate
+        require_estimate(own, finalist)
         require_equal_to_one_device(model, finalist.plan)
         used |= words(finalist.plan)
     return used
@@ -68,7 +80,7 @@ def test_finalists_are_equal_to_one_device(
 @pytest.mark.parametrize("model", ["gpt", "llama", "gpt-deep", "llama-deep", "zoo/gshard_moe", "zoo/mixtral"])
 def test_finalists_of_many_searches(model: str, cluster_name: str, share: float) -> None:
     try:
-        require_all_equal(model, cluster_name, share, 4)
+        require_all_equal(model, cluster_name, share, 4, variants=VARIANTS)
     except PlanError as error:
         if share == 1.0 or "fits into memory" not in error.what:
             raise
@@ -77,9 +89,9 @@ def test_finalists_of_many_searches(model: str, cluster_name: str, share: float)
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "interleaved", "gpipe"])
 def test_plans_of_other_schedules_are_equal_to_one_device(schedule: str) -> None:
-    own, wishes = planner("gpt-deep", "two-by-two"), Wishes(schedule=schedule, pp=2, micro=4)
+    own, wishes = planner("gpt-deep", "two-by-two"), Wishes(schedule=schedule, pp=2, micro=4, variants=())
     best = best_of("gpt-deep", "two-by-two", wishes, 2)
     for finalist in best.finalists:
         assert finalist.plan.schedule == schedule
-        assert estimate_plan(finalist.plan, own.network, own.works, own.cluster) == finalist.estimate
+        require_estimate(own, finalist)
         require_equal_to_one_device("gpt-deep", finalist.plan)

@@ -57,6 +57,7 @@ from planloom.search import (
 )
 from planloom.search.explain import explain_block, explain_plan
 from planloom.search.relaxations import SECONDS as RELAXATION_SECONDS
+from planloom.search.space import VARIANTS
 
 BatchOption = Annotated[int | None, typer.Option("--global-batch", help="Samples a step, over all devices.")]
 MemoryOption = Annotated[str | None, typer.Option("--memory", help="Bytes of a device that may be used, as 70GiB.")]
@@ -94,6 +95,10 @@ def plan_command(
     zero: Annotated[int | None, typer.Option("--zero", min=0, max=3, help="Only this ZeRO, or 0 for none.")] = None,
     recompute: Annotated[bool, typer.Option("--recompute/--no-recompute", help="May layers be recomputed?")] = True,
     pin: PinOption = None,
+    variants: Annotated[
+        str,
+        typer.Option(help=f"Plans tried beside the proven space: all, none, or some of {', '.join(VARIANTS)}."),
+    ] = "all",
     memory: MemoryOption = None,
     max_devices: Annotated[int | None, typer.Option(help="Use at most so many devices of the cluster.")] = None,
     relax_seconds: Annotated[
@@ -135,6 +140,7 @@ def plan_command(
         dp=dp, tp=tp, tp2=tp2, pp=pp, micro=micro, schedule=schedule,
         storage=None if zero is None else f"zero{zero}" if zero else "replicated",
         recompute=recompute, memory_bytes=_bytes(memory), pins=tuple(map(parse_pin, pin or ())),
+        variants=_variants(variants),
     )  # fmt: skip
     planner = Planner(captured.blocks, machine, fused=pricing.prices.fused, by_volume=_by_volume(pricing_by))
     with progress_bar("searching") as bar:
@@ -208,6 +214,13 @@ def _by_volume(text: str) -> bool:
     return text == "volume"
 
 
+def _variants(text: str) -> tuple[str, ...]:
+    """`all`, `none`, or kinds by commas."""
+    if text in ("all", "none"):
+        return VARIANTS if text == "all" else ()
+    return tuple(filter(None, text.split(",")))
+
+
 def _bytes(text: str | None) -> int | None:
     return None if text is None else parse_bytes(text, key="--memory")
 
@@ -278,23 +291,24 @@ def best_document(best: Best, captured: CapturedModel) -> dict[str, Any]:
     return {
         "name": winner.plan.name,
         "step_seconds": winner.step_seconds,
-        "estimate_seconds": winner.estimate.step_seconds,
+        "estimate_seconds": _estimate_seconds(winner),
+        "variant": winner.variant or None,
         "tokens_per_second": tokens / winner.step_seconds if tokens else None,
         "mfu": summary.mfu,
         "bubble": summary.bubble,
         "exposed_communication": summary.exposed_communication,
         "memory_bytes": winner.memory_bytes,
-        "gap": certificate.gap,
-        "bound_seconds": certificate.bound_seconds,
-        "best_estimate_seconds": certificate.best_seconds,
+        "gap": certificate.gap if certificate.has_plans else None,
+        "bound_seconds": certificate.bound_seconds if certificate.has_plans else None,
+        "best_estimate_seconds": certificate.best_seconds if certificate.has_plans else None,
         "space": certificate.space,
         "num_problems": certificate.num_problems,
         "num_solved": certificate.num_solved,
         "search_seconds": certificate.search_seconds,
         "peak_rss_bytes": peak_rss_bytes(),
-        "axes": {axis.name: axis.size for axis in winner.plan.meshes[0].axes} | {"pp": len(winner.plan.meshes)},
+        "axes": {axis.name: axis.size for axis in winner.plan.roles[0].axes} | {"pp": len(winner.plan.meshes)},
         "placement": winner.placement,
-        "stages": [stage.first_block for stage in winner.estimate.stages],
+        "stages": [winner.plan.stages.index(stage) for stage in sorted(set(winner.plan.stages))],
         "schedule": winner.plan.schedule,
         "num_micro_batches": winner.plan.num_micro_batches,
         "recomputed_segments": len(winner.plan.recompute),
@@ -306,7 +320,8 @@ def best_document(best: Best, captured: CapturedModel) -> dict[str, Any]:
                 "name": other.plan.name,
                 "placement": other.placement,
                 "step_seconds": other.step_seconds,
-                "estimate_seconds": other.estimate.step_seconds,
+                "estimate_seconds": _estimate_seconds(other),
+                "variant": other.variant or None,
                 "memory_bytes": other.memory_bytes,
                 "loses": other.step_seconds / winner.step_seconds - 1,
                 "because_of": why_slower(other, winner),
@@ -314,7 +329,19 @@ def best_document(best: Best, captured: CapturedModel) -> dict[str, Any]:
             for other in best.finalists[1:]
         ],
         "refused": [{"shape": shape, "why": why} for shape, why in best.refused],
+        "variants": {
+            "num_tried": len(best.trials.tried),
+            "num_waiting": best.trials.num_waiting,
+            "seconds": best.trials.seconds,
+            "tried": [_plain(trial) for trial in best.trials.tried],
+            "left_out": dict(best.trials.left_out),
+        },
     }
+
+
+def _estimate_seconds(finalist: Finalist) -> float | None:
+    """None of a variant: it was tried, not estimated."""
+    return finalist.estimate.step_seconds if finalist.estimate is not None else None
 
 
 def fit_command(

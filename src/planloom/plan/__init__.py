@@ -6,7 +6,7 @@ from types import ModuleType
 from typing import Any
 
 from planloom.plan.checks import require_plan
-from planloom.plan.draft import Draft, draft
+from planloom.plan.draft import Draft, draft, edit
 from planloom.plan.families import FAMILIES
 from planloom.plan.families.recipe import Recipe
 from planloom.plan.files import load_plan, save_plan
@@ -30,6 +30,7 @@ __all__ = [
     "TimeAxis",
     "axis_sizes",
     "draft",
+    "edit",
     "find_named",
     "gpipe",
     "library",

@@ -28,7 +28,18 @@ from planloom.plan.checks import require_plan
 from planloom.plan.order_checks import require_held
 from planloom.plan.orders import Call, OrderFunction
 from planloom.plan.schedules import home_groups, orders_of, schedule_name
-from planloom.plan.values import Plan, Storage, StorageKind, TimeAxis, TimeOrder, device_groups, num_roles
+from planloom.plan.values import (
+    Plan,
+    Storage,
+    StorageKind,
+    TimeAxis,
+    TimeOrder,
+    device_groups,
+    num_roles,
+    require_model,
+)
+
+_WILD = frozenset("*?[|")
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -224,7 +235,10 @@ class Draft:
         return found
 
     def _matching(self, pattern: str) -> list[Block]:
-        found = [block for block in self.blocks.blocks if matches(block.name, pattern)]
+        if set(pattern).isdisjoint(_WILD):
+            found = [block for block in self.blocks.blocks if block.name == pattern]
+        else:
+            found = [block for block in self.blocks.blocks if matches(block.name, pattern)]
         if not found:
             names = ", ".join(block.name for block in self.blocks.blocks)
             raise PlanError(f"no block matches {pattern!r}", given=pattern, required=f"a pattern for one of: {names}")
@@ -266,4 +280,22 @@ def draft(blocks: BlockGraph, mesh: Mesh, *, batch: Mapping[str, tuple[tuple[int
         stages=(0,) * count,
         strategies=tuple({} for _ in range(count)),
         storage={},
+    )
+
+
+def edit(blocks: BlockGraph, plan: Plan) -> Draft:
+    """A finished plan as a starting point to edit. Its calls stay as they are until `order` is called."""
+    require_model(plan, blocks.graph)
+    return Draft(
+        blocks=blocks,
+        batch=dict(plan.batch),
+        meshes=plan.meshes,
+        stages=plan.stages,
+        strategies=plan.strategies,
+        storage=dict(plan.storage),
+        num_micro_batches=plan.num_micro_batches,
+        schedule=plan.schedule,
+        orders=plan.orders,
+        recomputed=plan.recompute,
+        times=plan.times,
     )

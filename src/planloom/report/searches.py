@@ -55,15 +55,28 @@ def _winner_table(best: Best, cluster: Cluster, tokens: int) -> Table:
         table.add_row("recomputed", f"{len(winner.plan.recompute)} segments")
     table.add_row("prices", ", ".join(winner.timeline.sources))
     table.add_row("certificate", certificate_words(best.certificate, winner))
+    table.add_row("variants", trials_words(best))
     return table
 
 
 def certificate_words(certificate: Certificate, winner: Finalist) -> str:
+    if not certificate.has_plans:
+        return f"none: nothing fits of {certificate.space}"
+    own = "not estimated" if winner.estimate is None else f"estimate {format_seconds(winner.estimate.step_seconds)}"
     best = format_seconds(certificate.best_seconds)
-    return (
-        f"estimate {format_seconds(winner.estimate.step_seconds)}; best estimate found {best}, at most "
-        f"{certificate.gap:.1%} from the best of {certificate.space}"
-    )
+    return f"{own}; best estimate found {best}, at most {certificate.gap:.1%} from the best of {certificate.space}"
+
+
+def trials_words(best: Best) -> str:
+    """What was tried beside the proven space, and whether the winner is of it."""
+    words, winner = best.trials.sentence, best.winner
+    if not winner.variant:
+        return words
+    proven = next((own for own in best.finalists if not own.variant), None)
+    if proven is None:
+        return f"[bold]{winner.variant}[/bold] was taken: no plan of the proven space fits; {words}"
+    gain = 1 - winner.step_seconds / proven.step_seconds
+    return f"[bold]{winner.variant}[/bold] was taken: {gain:.1%} less than {escape(proven.plan.name)}; {words}"
 
 
 def _storage_words(finalist: Finalist) -> str:
@@ -108,21 +121,22 @@ def _stages_table(finalist: Finalist) -> Table:
     table = _plain("Stages")
     for name in ("stage", "blocks", "a micro-batch", "once a step", "memory, estimated", "memory, simulated"):
         table.add_column(name, justify="right")
-    stages, memory = finalist.estimate.stages, _summary(finalist).memory
-    edges = [*(stage.first_block for stage in stages), len(finalist.plan.stages)]
-    for s, (stage, role) in enumerate(zip(stages, memory, strict=True)):
-        if _MAX_STAGES // 2 <= s < len(stages) - _MAX_STAGES // 2:
+    memory, num_blocks = _summary(finalist).memory, [0] * len(finalist.plan.meshes)
+    for stage in finalist.plan.stages:
+        num_blocks[stage] += 1
+    estimates = finalist.estimate.stages if finalist.estimate is not None else ()
+    for s, count in enumerate(num_blocks):
+        if _MAX_STAGES // 2 <= s < len(num_blocks) - _MAX_STAGES // 2:
             if s == _MAX_STAGES // 2:
                 table.add_row("…")
             continue
-        table.add_row(
-            str(s),
-            str(edges[s + 1] - edges[s]),
-            format_seconds(stage.micro_seconds),
-            format_seconds(stage.step_seconds),
-            format_bytes(round(stage.num_bytes)),
-            format_bytes(role.peak_bytes),
-        )
+        estimated = ["", "", ""]  # a variant has no estimate
+        if estimates:
+            seconds = (estimates[s].micro_seconds, estimates[s].step_seconds)
+            estimated = [*map(format_seconds, seconds), format_bytes(round(estimates[s].num_bytes))]
+        roles = finalist.plan.members(finalist.plan.group_of(s))
+        held = max(memory[role].peak_bytes for role in roles)
+        table.add_row(str(s), str(count), *estimated, format_bytes(held))
     return table
 
 

@@ -1,5 +1,6 @@
 """The best plan for a model on a cluster: search, then finalists; measured, and searched again."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -10,6 +11,8 @@ from planloom.search.infeasible import nothing_fits
 from planloom.search.measured import estimate_sources, learned_ratios
 from planloom.search.planner import Certificate, Planner
 from planloom.search.space import Wishes
+from planloom.search.stages import Estimate
+from planloom.search.trying import Trials, try_variants
 from planloom.search.work import Measured
 from planloom.simulate import simulate
 
@@ -23,7 +26,10 @@ that every search finds plans with something unmeasured; in the end the best tha
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Best:
-    """The finalists by simulated step, fastest first; the certificate of the search; and what dropped out, and why."""
+    """The finalists by simulated step, fastest first; the certificate of the search; and what dropped out, and why.
+
+    A finalist without an estimate is a variant: it was tried beside the space that the certificate is about.
+    """
 
     finalists: tuple[Finalist, ...]
     certificate: Certificate
@@ -31,9 +37,12 @@ class Best:
     num_rounds: int = 1
     """How often it was searched: again, where something more was measured."""
     sources: Mapping[str, int] = field(default_factory=dict)
-    """Of the winner's estimate: how many blocks have a measured, an interpolated and a modelled price."""
+    """How many blocks have a measured, an interpolated and a modelled price in the estimate of the fastest plan that
+    has one."""
     measured: Measured = field(default_factory=Measured)
     """What the estimates were priced with, besides the model."""
+    trials: Trials = field(default_factory=Trials)
+    """What was tried beside the proven space."""
 
     @property
     def winner(self) -> Finalist:
@@ -50,10 +59,8 @@ def find_best(
     progress: Progress | None = None,
 ) -> Best:
     """Search, then simulate the best; an error says what binds if nothing fits."""
-    wishes = wishes or Wishes()
+    wishes, started = wishes or Wishes(), time.perf_counter()
     found = planner.search(wishes, num_wanted=2 * num_finalists, progress=progress)
-    if not found.ranked:
-        raise nothing_fits(planner, wishes, progress=progress)
 
     def simulated(done: int, total: int) -> None:
         if progress is not None:
@@ -62,9 +69,29 @@ def find_best(
     finalists = simulate_finalists(
         planner, found, prices, batch, wishes, num_finalists=num_finalists, progress=simulated
     )
-    if not finalists.fitting:
+    seconds = time.perf_counter() - started
+    won, trials = try_variants(planner, finalists.fitting, prices, batch, wishes, seconds=seconds, progress=progress)
+    if not finalists.fitting and not won:
         raise nothing_fits(planner, wishes, finalists.refused, too_large=finalists.too_large, progress=progress)
-    return Best(finalists=finalists.fitting, certificate=found.certificate, refused=finalists.refused)
+    return Best(
+        finalists=_with_variants(finalists.fitting, won, num_finalists),
+        certificate=found.certificate,
+        refused=finalists.refused,
+        trials=trials,
+    )
+
+
+def _with_variants(fitting: Sequence[Finalist], won: Sequence[Finalist], num_finalists: int) -> tuple[Finalist, ...]:
+    """Both by simulated step."""
+    ordered = sorted([*fitting, *won], key=lambda own: (own.step_seconds, own.plan.name, own.placement))
+    return _first(ordered, num_finalists)
+
+
+def _first(ordered: Sequence[Finalist], count: int) -> tuple[Finalist, ...]:
+    """So many; the first of the proven space is among them."""
+    proven = [own for own in ordered if not own.variant][:1]
+    kept = list(ordered[:count])
+    return tuple([*kept[:-1], *proven] if proven and proven[0] not in kept else kept)
 
 
 def find_best_measured(
@@ -87,7 +114,8 @@ def find_best_measured(
     planner, known = planner.with_measured(Measured(figures=prices.measured)), prices
     for number in range(1, _ROUNDS + 1):
         best = find_best(planner, known, batch, wishes, num_finalists=num_finalists, progress=progress)
-        pool += [own for own in best.finalists if all(own.plan != other.plan for other in pool)]
+        new = [own for own in best.finalists if all(own.plan != other.plan for other in pool)]
+        pool += [own for own in new if not own.variant]  # what variants gain is asked anew in every round
         known = measure(best.finalists) if measure is not None else prices
         ratios = learned_ratios(planner.works, [finalist.program for finalist in pool], known)
         learned = Measured(figures=known.measured, ratios=ratios)
@@ -95,10 +123,17 @@ def find_best_measured(
             break
         planner = planner.with_measured(learned)
     if number > 1:
+        pool += [own for own in best.finalists if own.variant]
         pool = _ranked_again(planner, pool, known, must_be_measured=measure is not None)
-        best = replace(best, finalists=tuple(pool[:num_finalists]))
-    sources = estimate_sources(best.winner.plan, planner.network, planner.works)
+        best = replace(best, finalists=_first(pool, num_finalists))
+    estimated = next((own for own in best.finalists if own.estimate is not None), None)
+    sources = estimate_sources(estimated.plan, planner.network, planner.works) if estimated is not None else {}
     return replace(best, num_rounds=number, sources=sources, measured=planner.works.measured)
+
+
+def _estimated(own: Finalist, planner: Planner) -> Estimate | None:
+    """With the measurements of the last round; a variant has none."""
+    return None if own.variant else estimate_plan(own.plan, planner.network, planner.works, planner.cluster)
 
 
 def _ranked_again(
@@ -109,7 +144,7 @@ def _ranked_again(
         replace(
             own,
             timeline=simulate(own.program, prices, with_events=False),
-            estimate=estimate_plan(own.plan, planner.network, planner.works, planner.cluster),
+            estimate=_estimated(own, planner),
         )
         for own in pool
     ]

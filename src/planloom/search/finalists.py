@@ -39,13 +39,17 @@ BatchSpec = Mapping[str, tuple[tuple[int, ...], str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finalist:
-    """A plan with its program, its simulated step, and the estimate that it was found by."""
+    """A plan with its program, its simulated step, and the estimate that it was found by.
+
+    `variant`: of which kind it is, if it is none of the proven space; it has no estimate then, and was only simulated.
+    """
 
     plan: Plan
     program: Program
     timeline: Timeline
-    estimate: Estimate
+    estimate: Estimate | None
     placement: str
+    variant: str = ""
 
     @property
     def step_seconds(self) -> float:
@@ -141,7 +145,7 @@ def _fitted(
         if max(held) > limit:
             return held, None
         timeline = simulate(program, prices, with_events=False, memory=memory)
-        placement = _placed(solution.candidate.placement)
+        placement = placement_words(solution.candidate.placement)
         return held, Finalist(
             plan=plan, program=program, timeline=timeline, estimate=solution.estimate, placement=placement
         )
@@ -164,7 +168,8 @@ def _fitted(
         raise _TooLargeError(f"holds {format_bytes(least)}, more than {format_bytes(limit)}", given=shape)
     if num_groups > 1:
         filled = solver.again(ranked.solution, found_with, fills=True)
-        if filled is not None and filled.estimate.step_seconds < best.estimate.step_seconds:
+        least_seconds = best.estimate.step_seconds if best.estimate is not None else float("inf")
+        if filled is not None and filled.estimate.step_seconds < least_seconds:
             _, finalist = tried(filled)
             if finalist is not None and finalist.step_seconds < best.step_seconds:
                 best = finalist
@@ -192,7 +197,7 @@ def _moved_limits(estimate: Estimate, held: Sequence[int], limits: Sequence[floa
     return moved
 
 
-def _placed(placement: Placement) -> str:
+def placement_words(placement: Placement) -> str:
     """A placement in words, without axes of one device."""
     rows = zip(placement.axes, placement.matrix, strict=True)
     return ", ".join(f"{name} {'×'.join(map(str, row))}" for name, row in rows if prod(row) > 1)

@@ -7,6 +7,7 @@ from math import prod
 import numpy as np
 
 from planloom.blocks import BlockGraph
+from planloom.blocks.rings import CONTEXT_DIM
 from planloom.cluster import Cluster, cluster_to_yaml
 from planloom.errors import PlanError
 from planloom.graph import fingerprint
@@ -106,6 +107,13 @@ def stage_meshes(placement: Placement) -> tuple[Mesh, ...]:
 def candidate_of(plan: Plan, cluster: Cluster) -> Candidate:
     """The candidate that a plan is a solution of: all stages on equal meshes, digits on the cluster's levels."""
     axes, num_levels = plan.meshes[0].axes, len(cluster.levels)
+    if plan.times or len(plan.groups) > len(plan.roles) or any(CONTEXT_DIM in own for own in plan.strategies):
+        raise PlanError(
+            f"plan {plan.name!r} has no estimate",
+            given="blocks in pieces of time, attention round a ring, or stages that device groups share",
+            required="a plan of the space that the search proves a bound of",
+            todo="use planloom simulate",
+        )
     if any(mesh.axes != axes for mesh in plan.meshes) or any(len(axis.sizes) != num_levels for axis in axes):
         raise PlanError(
             f"plan {plan.name!r} has no estimate",

@@ -67,8 +67,8 @@ class Ranked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
-    """What was searched, and how far the best estimate of that space may be from the best of it. Schedules that are
-    tried beside it (`schedules`) may be faster than either."""
+    """What was searched, and how far the best estimate of that space may be from the best of it. Schedules and variants
+    that are tried beside it (`schedules`, `variants`) may be faster than either."""
 
     space: str
     num_shapes: int
@@ -77,6 +77,11 @@ class Certificate:
     best_seconds: float
     bound_seconds: float
     search_seconds: float
+
+    @property
+    def has_plans(self) -> bool:
+        """Is there a plan in the space that fits by the estimate?"""
+        return self.best_seconds < float("inf")
 
     @property
     def gap(self) -> float:

@@ -92,7 +92,9 @@ def relaxations(planner: Planner, wishes: Wishes, whole: Cluster) -> Iterator[Re
     if whole.num_devices > here.num_devices:
         yield Relaxation(words=f"use all {whole.num_devices} devices (no --max-devices)", wishes=wishes, cluster=whole)
     if len(pinned) > 1:
-        yield Relaxation(words="leave open all that is pinned", wishes=Wishes(), cluster=here, kind="all")
+        yield Relaxation(
+            words="leave open all that is pinned", wishes=Wishes(variants=wishes.variants), cluster=here, kind="all"
+        )
     yield Relaxation(words="more memory a device", wishes=wishes, cluster=here, kind="memory")
     yield Relaxation(words="more devices", wishes=wishes, cluster=whole, kind="devices")
 

@@ -29,6 +29,8 @@ AXES = ("dp", "tp", "tp2")
 """The names of the axes inside a stage: the data axis and two free ones."""
 STAGES = "pp"
 """The name of the axis along which the stages lie."""
+VARIANTS = ("chunks", "co-shard", "interlaced", "schedules", "rings", "3f1b")
+"""Kinds of plans that are tried beside the space whose bound is proven (`variants`), in this order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +64,7 @@ class Wishes:
     """What the user pins; None: open.
 
     `dp` is the size of the data axis, `tp` and `tp2` of the free axes; `memory_bytes`: of a device, for everything.
+    `variants`: the kinds of plans that may be tried beside the proven space.
     """
 
     dp: int | None = None
@@ -74,6 +77,13 @@ class Wishes:
     recompute: bool = True
     memory_bytes: int | None = None
     pins: tuple[BlockPin, ...] = ()
+    variants: tuple[str, ...] = VARIANTS
+
+    def __post_init__(self) -> None:
+        if unknown := [kind for kind in self.variants if kind not in VARIANTS]:
+            raise PlanError(
+                "the search knows no such variants", given=", ".join(unknown), required=f"some of {', '.join(VARIANTS)}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

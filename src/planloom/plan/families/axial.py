@@ -27,7 +27,7 @@ from planloom.plan.parallel import recompute_layers, sharded
 
 _ROWS, _COLUMNS = 1, 2
 """Dims of a representation."""
-_TURNS: Mapping[str, int] = {
+TURNS: Mapping[str, int] = {
     "*.row_attention.norm:*": _ROWS,
     "*.column_attention.norm:*": _COLUMNS,
     "*.triangle_out.norm:*|*.triangle_start.norm:*|*.triangle_start.pair_norm:*": _ROWS,
@@ -53,7 +53,7 @@ def split_axially(written: Draft, axis: str) -> Draft:
     for block in written.blocks.blocks:
         size = written.meshes[written.stages[block.index]].axis(axis).size
         dims = [d for d in block.dims if d.name != BATCH_DIM and d.size % size == 0]
-        place = next((at for pattern, at in _TURNS.items() if matches(block.name, pattern) and _begins(block)), None)
+        place = next((at for pattern, at in TURNS.items() if matches(block.name, pattern) and _begins(block)), None)
         dim = _along(graph, block, dims, place) if place is not None else _following(graph, block, dims, now)
         num_turns += place is not None and dim is not None
         if dim is not None:
