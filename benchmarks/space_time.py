@@ -82,27 +82,32 @@ class Contestant:
         return median(self.seconds)
 
 
+Pair = tuple[Contestant | None, Contestant | None]
+"""The best plan with the feature and the best without it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """A case at one scale. A ratio is that of the best plan without the feature over the best with it; inf if none."""
+    """A case at one scale. A ratio is that of the best plan without the feature over the best with it.
+
+    Infinite where no plan without it fits, zero where none with it does.
+    """
 
     contestants: tuple[Contestant, ...]
 
     @property
-    def predicted_pair(self) -> tuple[Contestant, Contestant | None]:
+    def predicted_pair(self) -> Pair:
         return self._pair([c for c in self.contestants if c.fits], lambda c: c.predicted_seconds)
 
     @property
-    def pair(self) -> tuple[Contestant, Contestant | None]:
+    def pair(self) -> Pair:
         """The fastest as measured."""
         return self._pair([c for c in self.contestants if c.seconds], lambda c: c.step_seconds)
 
     @staticmethod
-    def _pair(
-        those: Sequence[Contestant], seconds: Callable[[Contestant], float]
-    ) -> tuple[Contestant, Contestant | None]:
+    def _pair(those: Sequence[Contestant], seconds: Callable[[Contestant], float]) -> Pair:
         own, rivals = ([c for c in those if c.has_feature == has] for has in (True, False))
-        return min(own, key=seconds), min(rivals, key=seconds, default=None)
+        return min(own, key=seconds, default=None), min(rivals, key=seconds, default=None)
 
     @property
     def predicted_ratio(self) -> float:
@@ -112,8 +117,8 @@ class Scale:
     def ratio(self) -> float:
         """As measured: the median over rounds."""
         own, rival = self.pair
-        if rival is None:
-            return float("inf")
+        if own is None or rival is None:
+            return _predicted(self.pair)
         return median(b / a for a, b in zip(own.seconds, rival.seconds, strict=False))
 
     @property
@@ -122,18 +127,15 @@ class Scale:
         return _predicted(self.pair)
 
     @property
-    def is_chosen(self) -> bool:
-        return self.excess > 0
-
-    @property
     def excess(self) -> float:
         """What the feature is predicted to gain, less one standard deviation of the prediction."""
-        own, rival = self.predicted_pair
-        return self.predicted_ratio - 1 - max(own.uncertainty, rival.uncertainty if rival is not None else 0.0)
+        return self.predicted_ratio - 1 - max(c.uncertainty for c in self.predicted_pair if c is not None)
 
 
-def _predicted(pair: tuple[Contestant, Contestant | None]) -> float:
+def _predicted(pair: Pair) -> float:
     own, rival = pair
+    if own is None:
+        return 0.0
     return float("inf") if rival is None else rival.predicted_seconds / own.predicted_seconds
 
 

@@ -50,7 +50,7 @@ class Case:
 
 
 _SWIN = (
-    "swin-large?image_size=128&embed_dim=64&depths=2,2&num_heads=4,8&window_size=16&batch=4&num_labels=16"
+    "swin-large?image_size=160&embed_dim=64&depths=2,1&num_heads=4,4&window_size=20&batch=4&num_labels=16"
     "&drop_path_rate=0&dtype=float32"
 )
 _LARGE_SWIN = (
@@ -63,17 +63,16 @@ CO_SHARD = Case(
     small=Small(
         source=_SWIN,
         topology="flat-of-4",
-        plans=("coshard:dp=4,pieces=4", "coshard:dp=2,pp=2,micro=2,pieces=4"),
+        plans=("coshard:dp=4,pieces=2", "coshard:dp=4,pieces=4"),
         others=(
             "dp=4",
-            "dp=2,tp=2",
             "coshard:dp=4,pieces=1",
             "coshard:dp=2,pp=2,micro=2,pieces=1",
             "coshard:pp=4,micro=4,pieces=1",
             "coshard:dp=2,tp=2,micro=2,pieces=1",
             "coshard:pp=2,tp=2,micro=4,pieces=1",
         ),
-        limit="23MiB",
+        limit="48MiB",
     ),
     large=Large(
         source=_LARGE_SWIN,
