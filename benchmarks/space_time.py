@@ -30,7 +30,7 @@ from benchmarks.space_time_cases import CASES as OTHER_CASES
 from benchmarks.space_time_cases import Case, Large, Small
 from benchmarks.space_time_interlaced import INTERLACED
 from benchmarks.space_time_rank import union_seconds
-from benchmarks.space_time_recycling import CASES as RECYCLING_CASES
+from benchmarks.space_time_recycling import AXIAL, RECYCLED
 from planloom.cli.models import CapturedModel, capture_model
 from planloom.cli.pricing import with_figures
 from planloom.cluster import Cluster, cluster_to_yaml, format_bytes, format_seconds, load_cluster
@@ -43,7 +43,8 @@ from planloom.program import Program, build_program, verify_program
 from planloom.simulate import Timeline, simulate
 from testbed import DeviceLimits, OpenDevices, open_devices
 
-CASES: tuple[Case, ...] = (*OTHER_CASES, INTERLACED, *RECYCLING_CASES)
+CASES: tuple[Case, ...] = (*OTHER_CASES, INTERLACED, RECYCLED, replace(AXIAL, large=None))
+"""The large pair of AXIAL takes minutes to build: `space_time_recycling` simulates it."""
 DEFAULT_WORK = Path(".planloom/space_time")
 _BUDGET_SECONDS = 0.1
 _ROUNDS = 7
@@ -183,7 +184,7 @@ def measure(arguments: argparse.Namespace) -> Outcome:
                 small = _Small(case.small, devices, ranks, work, say).run(2 if arguments.quick else _ROUNDS)
         say(f"measured {small.ratio:.2f}, simulated {small.ratio_predicted:.2f}")
         is_small = arguments.quick or arguments.small
-        large = simulated(case.large) if case.large is not None and not is_small else None
+        large = simulated(case.large, say) if case.large is not None and not is_small else None
         if large is not None:
             say(f"at the paper's scale {large.predicted_ratio:.2f}")
         results.append(Result(case=case, small=small, large=large))
@@ -258,20 +259,21 @@ class _Small:
         return folder
 
 
-def simulated(case: Large) -> Scale:
+def simulated(case: Large, say: Callable[[str], None] = lambda text: None) -> Scale:
     """A pair at the paper's scale; plans that cannot be built for the model do not compete."""
     captured, cluster = capture_model(case.source), load_cluster(case.cluster, num_outer=case.nodes)
+    say(f"captured {len(captured.blocks.blocks)} blocks")
     prices = Prices(blocks=captured.blocks, cluster=cluster)
     found = []
     for name, has_feature in [(n, True) for n in case.plans] + [(n, False) for n in case.others]:
         try:
             program: Program = build_program(captured.blocks, _plan(captured, name, cluster))
-        except PlanError:
-            if has_feature:
-                raise
+        except PlanError as error:
+            say(f"{name} cannot be built: {error}")
             continue
         timeline = simulate(program, prices)
         found.append(_contestant(name, timeline, has_feature=has_feature, limit=cluster.device.memory_bytes))
+        say(f"{name}: {format_seconds(timeline.step_seconds)}, {format_bytes(found[-1].predicted_bytes)}")
     return Scale(contestants=tuple(found))
 
 

@@ -58,8 +58,6 @@ RECYCLED = Case(
             "dap:dap=2,dp=16,micro=8,recompute",
             "dap:dap=8,dp=4,micro=32,recompute",
             "dp=8,pp=4,micro=16,1f1b,recompute",
-            "dp=4,pp=8,micro=32,1f1b,recompute",
-            "dp=8,tp=4,micro=16,recompute",
         ),
         where=_SIZES,
     ),
