@@ -18,7 +18,7 @@ follow.
 import argparse
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -48,6 +48,8 @@ _FAR_BEHIND = (2.0, 1.3)
 """Times the fastest median: who needs more after one round, or after the second and later ones, has lost."""
 
 Step = Callable[[], float]
+Answers = Mapping[str, Callable[["Loaded", Mapping[str, Any]], Any]]
+"""What a request does, by its name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +65,11 @@ class Loaded:
 
 
 def main() -> None:
+    carry_out_requests(ANSWERS)
+
+
+def carry_out_requests(answers: Answers) -> None:
+    """One request after another, from the folder that the command line names, until the end."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     folder: Path = parser.parse_args().folder
@@ -76,7 +83,7 @@ def main() -> None:
             loaded = load(request["model"])
         else:
             assert loaded is not None
-            answer = _ANSWERS[request["do"]](loaded, request)
+            answer = answers[request["do"]](loaded, request)
         if dist.get_rank() == 0:
             partly = folder / f"{number:03}.partly"
             partly.write_text(json.dumps(answer))
@@ -114,7 +121,7 @@ def _drawn(model: nn.Module, like: Tensor) -> Tensor:
 def profile(loaded: Loaded, request: Mapping[str, Any]) -> None:
     """Measure what the plans of a folder use and the store lacks."""
     store = local_store(request["store"], dist.get_world_size(), label=request["label"])
-    programs = [build_program(loaded.blocks, load_plan(path)) for path in _plans(request)]
+    programs = [build_program(loaded.blocks, load_plan(path)) for path in plans_of(request)]
     profile_here(
         loaded.blocks,
         loaded.model,
@@ -130,13 +137,13 @@ def profile(loaded: Loaded, request: Mapping[str, Any]) -> None:
 def screen(loaded: Loaded, request: Mapping[str, Any]) -> dict[str, list[float]]:
     """Seconds of a few steps of every plan after one to warm up; of who is far behind by then, of that one only."""
     found: dict[str, list[float]] = {}
-    for path in _plans(request):
+    for path in plans_of(request):
         give_back()
         step, wire = _planned(loaded, build_program(loaded.blocks, load_plan(path)))
-        warm_up, _ = _timed(step)
+        warm_up, _ = timed(step)
         fastest = min((min(seconds) for seconds in found.values()), default=warm_up)
         repeats = request["steps"] if warm_up <= request["near"] * fastest else 0
-        found[path.stem] = [_timed(step)[0] for _ in range(repeats)] or [warm_up]
+        found[path.stem] = [timed(step)[0] for _ in range(repeats)] or [warm_up]
         wire.close()
     return found
 
@@ -150,9 +157,9 @@ def race(loaded: Loaded, request: Mapping[str, Any]) -> dict[str, dict[str, Any]
         wires.append(wire)
         return step
 
-    makers: dict[str, Callable[[], Step]] = {path.stem: partial(planned, path) for path in _plans(request)}
+    makers: dict[str, Callable[[], Step]] = {path.stem: partial(planned, path) for path in plans_of(request)}
     makers |= {name: partial(_rival, name, loaded) for name in request["rivals"]}
-    entered = {name: _enter(make, request["limit_bytes"]) for name, make in makers.items()}
+    entered = {name: enter(make, request["limit_bytes"]) for name, make in makers.items()}
     turns = take_turns({name: step for name, (step, _) in entered.items()}, request["rounds"])
     found = {}
     for name, (_, figures) in entered.items():
@@ -163,14 +170,14 @@ def race(loaded: Loaded, request: Mapping[str, Any]) -> dict[str, dict[str, Any]
     return found
 
 
-_ANSWERS: dict[str, Callable[[Loaded, Mapping[str, Any]], Any]] = {"profile": profile, "screen": screen, "race": race}
+ANSWERS: Answers = {"profile": profile, "screen": screen, "race": race}
 
 
-def _plans(request: Mapping[str, Any]) -> list[Path]:
+def plans_of(request: Mapping[str, Any]) -> list[Path]:
     return sorted(Path(request["plans"]).glob("*.json"))
 
 
-def _enter(make: Callable[[], Step], limit: int | None) -> tuple[Step, dict[str, Any]]:
+def enter(make: Callable[[], Step], limit: int | None) -> tuple[Step, dict[str, Any]]:
     """Build a contestant and let it warm up: its step, its first loss, the largest peak of all ranks."""
     give_back()
     limit_memory(None)
@@ -187,20 +194,26 @@ def _enter(make: Callable[[], Step], limit: int | None) -> tuple[Step, dict[str,
     return step, {"losses": [loss], "peak_bytes": int(peak)}
 
 
-def take_turns(steps: Mapping[str, Step], num_rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """(seconds, loss) of every contestant's steps, seconds of the slowest rank; the same on all ranks."""
+def take_turns(
+    steps: Mapping[str, Step], num_rounds: int, apart: Container[str] = ()
+) -> dict[str, list[tuple[float, float]]]:
+    """(seconds, loss) of every contestant's steps, seconds of the slowest rank; the same on all ranks.
+
+    Those who are `apart` and all others have each a fastest of their own, and the slower of these two sets the pace.
+    """
     names, found = list(steps), dict[str, list[tuple[float, float]]]()
     for number in range(num_rounds):
         turned = names[number % len(names) :] + names[: number % len(names)]
         for name in turned if number % 2 else reversed(turned):
-            found.setdefault(name, []).append(_timed(steps[name]))
+            found.setdefault(name, []).append(timed(steps[name]))
         medians = {name: median(seconds for seconds, _ in own) for name, own in found.items()}
-        most = _FAR_BEHIND[min(number, 1)] * min(medians.values())
+        sides = [[medians[name] for name in names if (name in apart) == is_apart] for is_apart in (True, False)]
+        most = _FAR_BEHIND[min(number, 1)] * max(min(side) for side in sides if side)
         names = [name for name in names if medians[name] <= most]
     return found
 
 
-def _timed(step: Step) -> tuple[float, float]:
+def timed(step: Step) -> tuple[float, float]:
     dist.barrier()
     start = time.perf_counter()
     loss = step()
@@ -214,12 +227,17 @@ def _optimizer(parameters: Any) -> torch.optim.Optimizer:
 
 
 def _planned(loaded: Loaded, program: Program) -> tuple[Step, Wire]:
+    runtime, wire = make_runtime(loaded, program)
+    return lambda: float(runtime.step(loaded.batch)), wire
+
+
+def make_runtime(loaded: Loaded, program: Program) -> tuple[Runtime, Wire]:
+    """This rank's part of a program, with weights that are the same for all plans."""
     rank = dist.get_rank()
     wire = Wire(rank, timeout_seconds=_LIMIT_SECONDS)
     at = torch.device("cpu")
     weights = Drawn(loaded.blocks.graph)
-    runtime = Runtime(loaded.blocks, program, rank, weights, loaded.buffers, _optimizer, wire, at=at)
-    return lambda: float(runtime.step(loaded.batch)), wire
+    return Runtime(loaded.blocks, program, rank, weights, loaded.buffers, _optimizer, wire, at=at), wire
 
 
 def _rival(name: str, loaded: Loaded) -> Step:

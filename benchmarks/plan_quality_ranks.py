@@ -1,6 +1,7 @@
 """The ranks of a topology, started once: the benchmark asks, all ranks do, the first answers.
 
-Requests and answers are files in a folder that both sides see; `plan_quality_rank` is the other side.
+Requests and answers are files in a folder that both sides see; `plan_quality_rank`, or another module, is the other
+side.
 """
 
 import json
@@ -22,8 +23,9 @@ _POLL_SECONDS = 0.05
 class Ranks:
     """Between `with` and its end: processes on all devices that carry out requests."""
 
-    def __init__(self, devices: OpenDevices, folder: Path) -> None:
+    def __init__(self, devices: OpenDevices, folder: Path, module: str = "benchmarks.plan_quality_rank") -> None:
         self._devices, self._folder, self._number = devices, folder, 0
+        self._module = module
         self._result: RunResult | None = None
         self._error: Exception | None = None
         self._thread = Thread(target=self._run, daemon=True)
@@ -59,7 +61,7 @@ class Ranks:
         partly.rename(self._folder / f"{self._number:03}.json")  # all at once: ranks are waiting for it
 
     def _run(self) -> None:
-        command = [sys.executable, "-m", "benchmarks.plan_quality_rank", str(self._folder)]
+        command = [sys.executable, "-m", self._module, str(self._folder)]
         try:
             self._result = self._devices.run(command, timeout_seconds=_LIMIT_SECONDS)
         except (OSError, RuntimeError, PlanloomError) as error:

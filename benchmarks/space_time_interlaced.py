@@ -10,7 +10,7 @@ and with 6144 the model would have half as many parameters more than theirs.
 from benchmarks.space_time_cases import Case, Large, Small
 
 _SMALL = (
-    "mbart-large?vocab_size=16384&d_model=128&encoder_layers=4&decoder_layers=4&encoder_ffn_dim=512&decoder_ffn_dim=512"
+    "mbart-large?vocab_size=16384&d_model=128&encoder_layers=2&decoder_layers=2&encoder_ffn_dim=512&decoder_ffn_dim=512"
     "&encoder_attention_heads=4&decoder_attention_heads=4&max_position_embeddings=64&seq=32&batch=16&dropout=0"
     "&dtype=float32"
 )
@@ -26,13 +26,13 @@ INTERLACED = Case(
     small=Small(
         source=_SMALL,
         topology="flat-of-4",
-        plan="interlaced:pp=4,micro=8",
+        plans=("interlaced:pp=4,micro=4", "interlaced:pp=4,micro=8"),
         others=(
-            "pp=4,micro=8,1f1b",
-            "pp=2,tp=2,vocab,micro=8,1f1b",
+            "pp=4,micro=4,1f1b",
+            "pp=2,tp=2,vocab,micro=2,1f1b",
+            "pp=2,tp=2,vocab,micro=4,1f1b",
             "dp=2,tp=2,vocab",
             "tp=4,vocab",
-            "tp=4,vocab,sequence",
             "dp=4,zero1",
         ),
     ),

@@ -24,7 +24,7 @@ from benchmarks.space_time_cases import Case, Large, Small
 _NO_DROPOUT = "msa_dropout=0&pair_dropout=0"
 _SMALL = (
     f"evoformer?num_blocks=4&num_recycles=2&num_sequences=8&seq=8&msa_channels=128&pair_channels=64&msa_heads=4"
-    f"&pair_heads=4&head_size=32&outer_channels=16&batch=16&{_NO_DROPOUT}&dtype=float32"
+    f"&pair_heads=4&head_size=32&outer_channels=16&batch=8&{_NO_DROPOUT}&dtype=float32"
 )
 _SMALL_AXIAL = (
     f"evoformer?num_blocks=2&num_recycles=2&num_sequences=32&seq=32&msa_channels=32&pair_channels=16&msa_heads=4"
@@ -44,8 +44,8 @@ RECYCLED = Case(
     small=Small(
         source=_SMALL,
         topology="flat-of-4",
-        plan="3f1b:pp=4,micro=16",
-        others=("pp=4,micro=16,1f1b", "dp=4", "dp=4,zero1", "tp=4", "dp=2,tp=2", "dap:dap=4", "dap:dap=2,dp=2"),
+        plans=("3f1b:pp=4,micro=8", "3f1b:pp=4,micro=4"),
+        others=("pp=4,micro=4,1f1b", "pp=4,micro=8,1f1b", "dp=4", "dp=4,zero1", "dp=2,tp=2", "dap:dap=2,dp=2"),
     ),
     large=Large(
         source=_INITIAL,
@@ -58,8 +58,6 @@ RECYCLED = Case(
             "dap:dap=2,dp=16,micro=8,recompute",
             "dap:dap=8,dp=4,micro=32,recompute",
             "dp=8,pp=4,micro=16,1f1b,recompute",
-            "dp=4,pp=8,micro=32,1f1b,recompute",
-            "dp=8,tp=4,micro=16,recompute",
         ),
         where=_SIZES,
     ),
@@ -69,7 +67,7 @@ AXIAL = Case(
     small=Small(
         source=_SMALL_AXIAL,
         topology="flat-of-4",
-        plan="dap:dap=4",
+        plans=("dap:dap=4",),
         others=("tp=4", "tp=2,tp2=2", "3f1b:pp=4,micro=1"),
     ),
     large=Large(

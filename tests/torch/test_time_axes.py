@@ -61,6 +61,18 @@ def test_pieces_of_what_a_device_has_in_segments_that_are_recomputed(model: str,
     require_equal_to_one_device(model, tensor_parallel(written, model, "co").recompute("*").plan("both"))
 
 
+@pytest.mark.parametrize("name", ["coshard:dp=2,tp=2,pieces=1", "coshard:pp=2,dp=2,micro=2,pieces=1"])
+@pytest.mark.parametrize("model", ["gpt", "llama"])
+def test_one_piece_is_a_row_that_is_recomputed(model: str, name: str) -> None:
+    blocks, (_, batch) = captured(model, torch.float64), build(model, torch.float64)
+    plan = named_plan(blocks, find_named(name), batch=batch_spec(batch))
+    program = build_program(blocks, plan)
+    assert any(
+        isinstance(i, Forward) and i.again for stage in program.stages for body in stage.bodies.values() for i in body
+    )
+    require_equal_to_one_device(model, plan)
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "chimera"])
 @pytest.mark.parametrize("recompute", [True, False])
 def test_pieces_in_pipelines(schedule: str, recompute: bool) -> None:
@@ -293,6 +305,9 @@ def test_pieces_that_are_recomputed_take_the_memory_of_one() -> None:
     _, kept = simulated_and_measured(deep().plan("whole"))
     _, pieces = simulated_and_measured(co_sharded(deep(), pieces=4).plan("pieces"))
     assert pieces < 0.4 * kept
+    simulated, rows = simulated_and_measured(co_sharded(deep(), pieces=1).plan("rows"))
+    assert pieces <= rows < kept
+    assert simulated == pytest.approx(rows, rel=0.01)
 
 
 # -- refusals

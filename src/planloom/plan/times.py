@@ -56,11 +56,11 @@ def _require_axis(plan: Plan, axis: TimeAxis) -> None:
         raise PlanError(
             f"two axes are named {axis.name!r}", given=f"axes {names}", required="a name of its own for every axis"
         )
-    if axis.size < 2 or not axis.scopes:
+    if axis.size < (1 if axis.recompute else 2) or not axis.scopes:
         raise PlanError(
             f"the time axis {axis.name!r} has no pieces to follow each other",
             given=f"size {axis.size}, {len(axis.scopes)} scopes",
-            required="two pieces or more, and a scope",
+            required="two pieces or more, or one that is recomputed, and a scope",
         )
     if axis.recompute and axis.order != "pieces":
         raise PlanError(

@@ -36,7 +36,7 @@ class TimeAxis:
     "pieces" carries a scope out for one piece, then for the next, so that one piece's activations are held at a time
     (co-shard); "runs" carries every run of it out for all pieces, so that one piece is communicated while the next is
     computed (overlap in chunks). `recompute`: the forward keeps of a scope what enters it, and each piece is carried
-    out again before its backward.
+    out again before its backward. An axis of one piece does this and nothing else.
     """
 
     name: str

@@ -326,7 +326,7 @@ class LoopWriter:
             sizes = layout.without({self.digit}).local_sizes(slot.sizes)
             self.body.append(Put(tensor=slot.tensor, target=whole, source=buffer, box=box, sizes=sizes))
         else:
-            assert self.digit in layout.partial, "checked with the plan"
+            assert self.digit.size == 1 or self.digit in layout.partial, "checked with the plan"
             self.body.append(Accumulate(tensor=slot.tensor, target=whole, source=buffer))
 
     def _early(self, write: Callable[[list[Instruction]], Buffer]) -> Buffer:
