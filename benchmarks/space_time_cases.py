@@ -94,11 +94,12 @@ cannot divide them. Published rivals recompute each attention and each MLP; that
 
 _LLAMA = (
     "llama3-8b?num_hidden_layers=2&hidden_size=768&intermediate_size=2048&num_attention_heads=8&num_key_value_heads=8"
-    "&head_dim=96&vocab_size=8192&seq=64&batch=8&dtype=float32"
+    "&head_dim=96&vocab_size=8192&seq=512&batch=2&dtype=float32"
 )
 _CHUNKED = ("atp:d1=4,d2=1,chunks=2",)
-_NOT_CHUNKED = ("atp:d1=4,d2=1", "megatron:tp=4", "megatron:pp=2,tp=2,micro=4", "zb:pp=2,tp=2,micro=4")
-"""An uplink that is much slower favours pipelines, which send less: there, nobody would use tensor parallel over it."""
+_NOT_CHUNKED = ("atp:d1=4,d2=1", "megatron:tp=4", "megatron:pp=2,tp=2,micro=2", "zb:pp=2,tp=2,micro=2")
+"""Few long samples, where a pipeline has a large bubble. An uplink that is much slower favours pipelines, which send
+less: there, nobody would use tensor parallel over it."""
 CHUNKS = (
     Case(
         feature="chunks",
