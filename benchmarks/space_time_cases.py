@@ -98,7 +98,8 @@ _LLAMA = (
 )
 _CHUNKED = ("atp:d1=4,d2=1,chunks=2",)
 _NOT_CHUNKED = ("atp:d1=4,d2=1", "megatron:tp=4", "megatron:pp=2,tp=2,micro=2", "zb:pp=2,tp=2,micro=2")
-"""Few long samples, where a pipeline has a large bubble and tensor parallel is what is left."""
+"""Few long samples, where a pipeline has a large bubble. An uplink that is much slower favours pipelines, which send
+less: there, nobody would use tensor parallel over it."""
 CHUNKS = (
     Case(
         feature="chunks",
