@@ -307,7 +307,7 @@ def test_pieces_that_are_recomputed_take_the_memory_of_one() -> None:
     assert pieces < 0.4 * kept
     simulated, rows = simulated_and_measured(co_sharded(deep(), pieces=1).plan("rows"))
     assert pieces <= rows < kept
-    assert simulated == pytest.approx(rows, rel=0.01)
+    assert simulated == pytest.approx(rows, rel=0.02)
 
 
 # -- refusals
