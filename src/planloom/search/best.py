@@ -59,18 +59,22 @@ def find_best(
     progress: Progress | None = None,
 ) -> Best:
     """Search, then simulate the best; an error says what binds if nothing fits."""
-    wishes, started = wishes or Wishes(), time.perf_counter()
+    wishes = wishes or Wishes()
     found = planner.search(wishes, num_wanted=2 * num_finalists, progress=progress)
 
     def simulated(done: int, total: int) -> None:
         if progress is not None:
             progress("simulating finalists", done, total)
 
+    started = time.perf_counter()
     finalists = simulate_finalists(
         planner, found, prices, batch, wishes, num_finalists=num_finalists, progress=simulated
     )
-    seconds = time.perf_counter() - started
-    won, trials = try_variants(planner, finalists.fitting, prices, batch, wishes, seconds=seconds, progress=progress)
+    each_seconds = (time.perf_counter() - started) / max(1, len(finalists.fitting))
+    won, trials = try_variants(
+        planner, finalists.fitting, prices, batch, wishes,
+        seconds=found.certificate.search_seconds, each_seconds=each_seconds, progress=progress,
+    )  # fmt: skip
     if not finalists.fitting and not won:
         raise nothing_fits(planner, wishes, finalists.refused, too_large=finalists.too_large, progress=progress)
     return Best(

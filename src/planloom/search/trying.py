@@ -33,7 +33,8 @@ _LARGE_BLOCKS, _FEW_DEVICES = 400, 16
 _MOST, _MOST_OF_LARGE = 16, 2
 _SHAPES, _SHAPES_OF_LARGE = 4, 1
 _LEAST_SECONDS, _SHARE, _ALONE_SECONDS = 1.5, 0.25, 30.0
-"""What trying may take of the process's own time: a share of the search's; more where there is no plan without it."""
+"""What trying may take of the process's own time: a share of the search's; more where there is no plan without it.
+No plan is begun that would take longer than what is left, if it took as long as a finalist."""
 _MORE_MEMORY, _MUCH_MORE_MEMORY = (2.0,), (1.5, 3.0)
 """Times the limit: what a search with so much more memory finds is tried with blocks in pieces."""
 _BASES = 4
@@ -95,9 +96,13 @@ def try_variants(
     wishes: Wishes,
     *,
     seconds: float,
+    each_seconds: float,
     progress: Progress | None = None,
 ) -> tuple[tuple[Finalist, ...], Trials]:
-    """The variants that win, of each kind the fastest; and what was tried. `seconds`: what the search has taken."""
+    """The variants that win, of each kind the fastest; and what was tried.
+
+    `seconds`: what the search has taken; `each_seconds`: what building and simulating a finalist did.
+    """
     started = time.perf_counter()
     is_large = len(planner.blocks.blocks) > _LARGE_BLOCKS
     best = min((own.step_seconds for own in fitting), default=float("inf"))
@@ -117,7 +122,8 @@ def try_variants(
     tried: list[Trial] = []
 
     def is_over() -> bool:
-        return time.process_time() - clock > allowed
+        """Would another plan take longer than all may?"""
+        return time.process_time() - clock + (each_seconds if fitting else 0.0) > allowed
 
     while waiting and len(tried) < most and not is_over():
         variant = waiting.pop(0)
