@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from math import prod
-from typing import Literal
+from typing import Literal, TypeVar, cast
 
 from planloom.blocks import BlockGraph, find_segments
 from planloom.cluster import Cluster, Message, exchange_seconds
@@ -43,6 +43,7 @@ from planloom.cost.memory import RunMemory, run_memory
 from planloom.cost.roofline import estimate_run, memory_seconds, update_seconds
 from planloom.program import Program, Run, StageProgram, Transfer
 
+Found = TypeVar("Found", "Price", RunMemory)
 Source = Literal["measured", "interpolated", "modelled"]
 
 # How much longer a run takes while its device communicates. [Assumed]: a collective's kernels occupy 16 to 24 of 132
@@ -103,12 +104,7 @@ class Prices:
 
     def run(self, program: Program, run: Run, phase: Phase) -> Price:
         """One phase of a run on one device."""
-        key = (phase, self._class(program, run))
-        if key not in self._of_runs:
-            self._of_runs[key] = self._run(program, run, phase)
-        price = self._of_runs[key]
-        assert isinstance(price, Price)
-        return price
+        return self._once((phase, self._class(program, run)), lambda: self._run(program, run, phase))
 
     def _run(self, program: Program, run: Run, phase: Phase) -> Price:
         fingerprint = run_fingerprint(self.blocks, program, run)
@@ -126,12 +122,7 @@ class Prices:
 
     def split_run(self, program: Program, run: Run, phase: SplitPhase) -> Price:
         """One phase of a run whose backward comes in two halves; such a run is not compiled."""
-        key = ("split", phase, self._class(program, run))
-        if key not in self._of_runs:
-            self._of_runs[key] = self._split_run(program, run, phase)
-        price = self._of_runs[key]
-        assert isinstance(price, Price)
-        return price
+        return self._once(("split", phase, self._class(program, run)), lambda: self._split_run(program, run, phase))
 
     def _split_run(self, program: Program, run: Run, phase: SplitPhase) -> Price:
         fingerprint = run_fingerprint(self.blocks, program, run)
@@ -154,12 +145,7 @@ class Prices:
 
     def run_memory(self, program: Program, run: Run) -> RunMemory:
         """What a run keeps and needs on one device, for one micro-batch."""
-        key = ("memory", self._class(program, run))
-        if key not in self._of_runs:
-            self._of_runs[key] = self._run_memory(program, run)
-        memory = self._of_runs[key]
-        assert isinstance(memory, RunMemory)
-        return memory
+        return self._once(("memory", self._class(program, run)), lambda: self._run_memory(program, run))
 
     def _run_memory(self, program: Program, run: Run) -> RunMemory:
         fingerprint = run_fingerprint(self.blocks, program, run)
@@ -180,6 +166,12 @@ class Prices:
             forward_peak_bytes=value("forward_peak_bytes"),
             backward_peak_bytes=value("backward_peak_bytes"),
         )
+
+    def _once(self, key: tuple[object, ...], find: Callable[[], Found]) -> Found:
+        """What is found for a key: its first element says of which type."""
+        if key not in self._of_runs:
+            self._of_runs[key] = find()
+        return cast(Found, self._of_runs[key])
 
     def is_measured(self, program: Program, run: Run) -> bool:
         return self.run(program, run, "forward").source == "measured"
