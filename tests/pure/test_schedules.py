@@ -186,6 +186,21 @@ def test_corrupted_calls_are_refused(schedule: str, micro: int) -> None:
             verify_program(blocks, changed(built, 1, wrong))
 
 
+def test_receives_start_before_what_the_call_before_sends() -> None:
+    """A weight-gradient exchanges nothing: what the forward behind it receives starts before the input-gradient."""
+    _, built = program("zb-h1", 4, 8)
+    calls = [(call.body, call.micro) for call in built.stages[2].calls]
+    first = calls.index(("forward receives", 4))
+    assert calls[first : first + 6] == [
+        ("forward receives", 4),
+        ("input-gradient", 2),
+        ("weight-gradient", 0),
+        ("input-gradient receives", 3),
+        ("forward", 4),
+        ("forward receives", 5),
+    ]
+
+
 def test_a_wrong_home_is_refused() -> None:
     """A call of a stage on a group that has neither its parameters nor its activations."""
     blocks, built = program("interleaved", 2, 4)

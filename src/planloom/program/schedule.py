@@ -12,7 +12,7 @@ from functools import cached_property
 
 from planloom.plan import Plan
 from planloom.plan.orders import Call
-from planloom.program.values import BodyCall, Instruction, Program
+from planloom.program.values import BodyCall, Instruction, Program, Send
 
 ENTER, EXIT = "enter", "exit"
 _RECEIVES, _LAST = " receives", "last "
@@ -83,11 +83,7 @@ def find_ways(plan: Plan) -> Ways:
 
 
 def receives_of(body: str) -> str:
-    """The body that starts what a body receives from other groups: it is called one call ahead.
-
-    A message travels once both ends have started, and gloo's answer that a receiver is ready waits behind whatever the
-    receiver itself sends.
-    """
+    """The body that starts what a body receives from other groups: it is called ahead, see `with_receives_ahead`."""
     phase, _, rest = body.removeprefix(_LAST).partition(" ")
     return phase + _RECEIVES + (f" {rest}" if rest else "")
 
@@ -101,17 +97,28 @@ def is_last(body: str) -> bool:
     return body.startswith(_LAST)
 
 
-def with_receives_ahead(calls: tuple[BodyCall, ...], bodies: Mapping[str, object]) -> tuple[BodyCall, ...]:
-    """The calls of a group, with what each receives started before the call that comes before it."""
-    names = {name: receives_of(name) for name in {call.body for call in calls}}
-    receives = [
-        BodyCall(body=names[call.body], micro=call.micro) if names[call.body] in bodies else None for call in calls
-    ]
-    found: list[BodyCall] = []
+def with_receives_ahead(
+    calls: tuple[BodyCall, ...], bodies: Mapping[str, tuple[Instruction, ...]]
+) -> tuple[BodyCall, ...]:
+    """The calls of a group, with what each receives started before the last call before it that exchanges anything.
+
+    A message travels once both ends have started, and gloo's answer that a receiver is ready waits behind whatever the
+    receiver itself sends: so it must not be started behind what an earlier call sends. A weight-gradient exchanges
+    nothing.
+
+    [Empirical] Four stages over 50 and 150 Mbit/s, small GPT, zb-h1, 2 vCPU, 2026-11-19: a step takes 2.75 s with
+    receives started one call ahead, be it a weight-gradient, and 2.23 s so; simulated 1.96 s both times.
+    """
+    receives = {name: receives_of(name) for name in {call.body for call in calls} if receives_of(name) in bodies}
+    exchanges = {name for name, body in bodies.items() if any(isinstance(i, Send) for i in body)} | receives.keys()
+    ahead: list[list[BodyCall]] = [[] for _ in calls]
+    last = 0
     for i, call in enumerate(calls):
-        ahead = receives[i + 1] if i + 1 < len(calls) else None
-        found += [ahead, call] if ahead is not None else [call]
-    return tuple(found)
+        if call.body in receives:
+            ahead[last].append(BodyCall(body=receives[call.body], micro=call.micro))
+        if call.body in exchanges:
+            last = i
+    return tuple(each for before, call in zip(ahead, calls, strict=True) for each in (*before, call))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
