@@ -145,9 +145,8 @@ class LoopWriter:
 
     # -- forward
 
-    def forward(self, outputs: Sequence[Buffer], *, saves: bool, again: bool = False) -> list[Instruction]:
-        """All pieces; `outputs`: where what leaves is put together or summed."""
-        leaving = {slot.tensor: buffer for slot, buffer in zip(self.loop.outside.outputs, outputs, strict=True)}
+    def forward(self, leaving: Mapping[str, Buffer], *, saves: bool, again: bool = False) -> list[Instruction]:
+        """All pieces; `leaving`: by tensor, where what leaves is put together or summed."""
         for r, piece in self._sequence(range(len(self.loop.runs))):
             self._forward(r, piece, saves=saves, again=again)
             for slot in self.loop.runs[r].outputs:

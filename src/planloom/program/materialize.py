@@ -213,9 +213,8 @@ class _Builder(Writer):
             else:
                 inputs.append(gathered.get(use) or self._parameter(slot))
         outputs = tuple(Buffer(name=again.what.name(slot.tensor), indexed=True) for slot in base.outputs)
-        made = {slot.tensor for slot in base.outputs}
-        is_read = any(slot.tensor in made for index in again.what.runs for slot in self._at_home(index).inputs)
-        self._run(body, run, base, inputs, outputs, saves=saves, again=True, is_read=is_read)
+        read = frozenset(slot.tensor for index in again.what.runs for slot in self._at_home(index).inputs)
+        self._run(body, run, base, inputs, outputs, saves=saves, again=True, read=read)
         body += [Free(buffer=buffer) for use, buffer in gathered.items() if use not in held]
         again.values.update(
             ((slot.tensor, slot.layout), buffer) for slot, buffer in zip(base.outputs, outputs, strict=True)

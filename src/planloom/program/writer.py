@@ -184,9 +184,9 @@ class Writer:
         *,
         saves: bool,
         again: bool = False,
-        is_read: bool = True,
+        read: frozenset[str] | None = None,
     ) -> None:
-        """Write a forward; `is_read`: else nobody reads what it makes, and what it saves is all that it is for."""
+        """Write a forward; `read`: what of it is read, if not all; of the rest, only what it saves is wanted."""
         if base.index in self.rings:
             self._ring(base, again=again).forward(body, tuple(inputs), outputs, saves=saves, again=again)
             return
@@ -196,8 +196,13 @@ class Writer:
         recomputes = self.loops[run.index].scope.axis.recompute
         if saves:
             self.entered[self.part.part, run.index] = inputs
-        if is_read or not recomputes:
-            body += self._loop(run, inputs).forward(outputs, saves=saves and not recomputes, again=again)
+        leaving = {
+            slot.tensor: buffer
+            for slot, buffer in zip(base.outputs, outputs, strict=True)
+            if read is None or slot.tensor in read
+        }
+        if leaving or not recomputes:
+            body += self._loop(run, inputs).forward(leaving, saves=saves and not recomputes, again=again)
 
     def _ring(self, base: Run, *, again: bool = False) -> RingWriter:
         """The ring of a block that goes round, on the present group; recomputed, it has buffers of its own."""
