@@ -168,25 +168,28 @@ class Engine:
         return True
 
     def _queue(self, s: int, clock: StageClock, item: Begin, micro: int) -> None:
-        activity = self._met(s, item, micro)
+        activity = self._met(s, item, micro) if len(item.roles) > 1 else self._own(s, item, micro)
         for number, is_indexed in item.targets:
             clock.pending.setdefault((number, micro if is_indexed else -1), []).append(activity)
         self._line_up(activity, ((s, item.lane),))
 
+    @staticmethod
+    def _own(s: int, item: Begin, micro: int) -> Activity:
+        lanes = ((s, item.lane),)
+        return Activity(item.name, item.axis, (s,), item.seconds, micro, item.loads, lanes=lanes)
+
     def _met(self, s: int, item: Begin, micro: int) -> Activity:
-        """A collective of this role alone, or one to which others may have come."""
-        roles = item.roles or (s,)
-        key = (item.targets, micro, roles)
+        """A collective to which other roles may have come."""
+        key = (item.targets, micro, item.roles)
         activity = self.meetings.get(key)
         if activity is None:
-            lanes = tuple((role, item.lane) for role in roles)
-            activity = Activity(item.name, item.axis, roles, item.seconds, micro, item.loads, lanes=lanes)
-            activity.missing = len(roles)
-            if len(roles) > 1:
-                self.meetings[key] = activity
+            lanes = tuple((role, item.lane) for role in item.roles)
+            activity = Activity(item.name, item.axis, item.roles, item.seconds, micro, item.loads, lanes=lanes)
+            activity.missing = len(item.roles)
+            self.meetings[key] = activity
         activity.missing -= 1
         if not activity.missing:
-            self.meetings.pop(key, None)
+            del self.meetings[key]
         return activity
 
     def _line_up(self, activity: Activity, lanes: tuple[object, ...]) -> None:
@@ -196,8 +199,12 @@ class Engine:
         self._begin_if_first(activity)
 
     def _begin_if_first(self, activity: Activity) -> None:
-        if not activity.missing and all(self.lanes[lane][0] is activity for lane in activity.lanes):
-            self._begin(activity)
+        if activity.missing:
+            return
+        for lane in activity.lanes:
+            if self.lanes[lane][0] is not activity:
+                return
+        self._begin(activity)
 
     def _half(self, s: int, clock: StageClock, half: Half, micro: int) -> None:
         key = (half.channel, micro)
@@ -270,10 +277,12 @@ class Engine:
             for link in activity.loads:
                 del self.on_link[link][activity]
         self._disturb(activity)
-        for lane in activity.lanes:
-            self.lanes[lane].popleft()
-        for following in {id(queue[0]): queue[0] for lane in activity.lanes if (queue := self.lanes[lane])}.values():
-            self._begin_if_first(following)
+        queues = [self.lanes[lane] for lane in activity.lanes]
+        for queue in queues:
+            queue.popleft()
+        for following in [queue[0] for queue in queues if queue]:
+            if following.start < 0:  # it may be first on several
+                self._begin_if_first(following)
         for s in activity.stages:
             self._go_on(s)
 
