@@ -23,6 +23,7 @@ from planloom.search.solutions import Solution
 from planloom.search.space import Wishes
 from planloom.search.stages import Estimate
 from planloom.simulate import Timeline, simulate, simulate_memory
+from planloom.simulate.timeline import RoleMemory
 
 _TRIES, _TRIES_OF_OTHERS = 4, 2
 _SPARE = 0.99
@@ -33,7 +34,7 @@ _FAR = 1.1
 _NO_LOSS = 1.001
 """A solution this close to its bound would gain nothing from more memory."""
 _LARGE = 400
-"""Blocks of a model whose programs are worth processes of their own."""
+"""Blocks of a model whose programs are worth processes of their own, and are not simulated more often than need be."""
 BatchSpec = Mapping[str, tuple[tuple[int, ...], str]]
 
 
@@ -90,7 +91,7 @@ def simulate_finalists(
     """
     fitting: list[Finalist] = []
     refused: list[tuple[str, PlanloomError]] = []
-    waiting = list(found.ranked)
+    waiting, is_large = list(found.ranked), len(planner.blocks.blocks) > _LARGE
     while waiting and len(fitting) < num_finalists:
         fastest = min((finalist.step_seconds for finalist in fitting), default=float("inf"))
         missing = num_finalists - len(fitting)
@@ -100,14 +101,16 @@ def simulate_finalists(
             progress(len(fitting), num_finalists)
 
         def fitted(ranked: Ranked, _: BestSeconds) -> tuple[int, Finalist | PlanloomError]:
-            tries = _TRIES if ranked is found.ranked[0] else _TRIES_OF_OTHERS
-            place = found.ranked.index(ranked)
+            is_first, place = ranked is found.ranked[0], found.ranked.index(ranked)
+            tries = _TRIES if is_first else _TRIES_OF_OTHERS
             try:
-                return place, _fitted(planner, ranked, prices, batch, wishes, tries)
+                return place, _fitted(
+                    planner, ranked, prices, batch, wishes, tries, simulates_all=is_first or not is_large
+                )
             except (PlanError, LayoutError) as error:
                 return place, error
 
-        few = 1 if len(planner.blocks.blocks) > _LARGE else len(some)
+        few = 1 if is_large else len(some)
         for place, own in sorted(in_processes(fitted, some, BestSeconds(1), few=few), key=lambda result: result[0]):
             if isinstance(own, PlanloomError):
                 refused.append((str(found.ranked[place].solution.candidate.shape), own))
@@ -122,10 +125,36 @@ def simulate_finalists(
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Built:
+    """A solution as a program, and what every device group holds."""
+
+    solution: Solution
+    plan: Plan
+    program: Program
+    memory: tuple[RoleMemory, ...]
+
+    @property
+    def estimate_seconds(self) -> float:
+        return self.solution.estimate.step_seconds
+
+    @property
+    def memory_bytes(self) -> int:
+        return max(role.peak_bytes for role in self.memory)
+
+
 def _fitted(
-    planner: Planner, ranked: Ranked, prices: Prices, batch: BatchSpec, wishes: Wishes, num_tries: int
+    planner: Planner,
+    ranked: Ranked,
+    prices: Prices,
+    batch: BatchSpec,
+    wishes: Wishes,
+    num_tries: int,
+    *,
+    simulates_all: bool,
 ) -> Finalist:
-    """The fastest of a few tries that the simulator finds to fit.
+    """The fastest of a few tries that the simulator finds to fit: by estimate, or, of filled stages and others, by the
+    simulator, if it `simulates_all`.
 
     Filled stages use all that the estimate leaves them, and so are the first that do not fit. So what is tried first
     are stages that are not; once some fit, they are filled under the limits that these were found with.
@@ -133,53 +162,56 @@ def _fitted(
     limit, num_groups = planner.device_bytes(wishes), ranked.solution.candidate.shape.num_stages
     solver = planner.solver(ranked.solution.candidate, ranked.limit_bytes, wishes)
     solution, limits = ranked.before or ranked.solution, [ranked.limit_bytes] * num_groups
-    best: Finalist | None = None
+    best: _Built | None = None
     found_with, least = limits, float("inf")
 
-    def tried(solution: Solution) -> tuple[list[int], Finalist | None]:
-        """What every group holds; and the finalist, if it fits: else its seconds do not matter."""
+    def built(solution: Solution) -> _Built:
         plan = plan_of(solution, solver.tables, planner.cluster, batch)
         program = build_program(planner.blocks, plan)
         memory = simulate_memory(program, prices)
-        held = [role.peak_bytes for role in memory]
-        if max(held) > limit:
-            return held, None
-        timeline = simulate(program, prices, with_events=False, memory=memory)
-        placement = placement_words(solution.candidate.placement)
-        return held, Finalist(
-            plan=plan, program=program, timeline=timeline, estimate=solution.estimate, placement=placement
-        )
+        return _Built(solution=solution, plan=plan, program=program, memory=memory)
 
     for _ in range(num_tries):
-        held, finalist = tried(solution)
-        least = min(least, max(held))
-        if finalist is not None:
-            if best is None or finalist.step_seconds < best.step_seconds:
-                best, found_with = finalist, limits
-            if best is not finalist or not _would_gain(finalist, solution, limit):
+        own = built(solution)
+        least = min(least, own.memory_bytes)
+        if own.memory_bytes <= limit:
+            best, found_with = own, limits
+            if not _would_gain(own, limit):
                 break
-        limits = _moved_limits(solution.estimate, held, limits, limit)
+        limits = _moved_limits(solution.estimate, [role.peak_bytes for role in own.memory], limits, limit)
         again = solver.again(solution, limits)
-        if again is None or (best is not None and not _is_faster(again, solution)):
+        if again is None or (best is not None and not _is_faster(again, best.solution)):
             break
         solution = again
     if best is None:
         shape = str(ranked.solution.candidate.shape)
         raise _TooLargeError(f"holds {format_bytes(least)}, more than {format_bytes(limit)}", given=shape)
+    fitting = [best]
     if num_groups > 1:
         filled = solver.again(ranked.solution, found_with, fills=True)
-        least_seconds = best.estimate.step_seconds if best.estimate is not None else float("inf")
-        if filled is not None and filled.estimate.step_seconds < least_seconds:
-            _, finalist = tried(filled)
-            if finalist is not None and finalist.step_seconds < best.step_seconds:
-                best = finalist
-    return best
+        if filled is not None and filled.estimate.step_seconds < best.estimate_seconds:
+            own = built(filled)
+            fitting += [own] if own.memory_bytes <= limit else []
+    return min(
+        (_finalist(own, prices) for own in (fitting if simulates_all else fitting[-1:])),
+        key=lambda finalist: finalist.step_seconds,
+    )
 
 
-def _would_gain(finalist: Finalist, solution: Solution, limit: float) -> bool:
+def _finalist(own: _Built, prices: Prices) -> Finalist:
+    return Finalist(
+        plan=own.plan,
+        program=own.program,
+        timeline=simulate(own.program, prices, with_events=False, memory=own.memory),
+        estimate=own.solution.estimate,
+        placement=placement_words(own.solution.candidate.placement),
+    )
+
+
+def _would_gain(own: _Built, limit: float) -> bool:
     """Is there room left, and time lost for want of it?"""
-    loses = bool(finalist.plan.recompute) or solution.estimate.step_seconds > solution.bound_seconds * _NO_LOSS
-    return loses and finalist.memory_bytes < _FULL * limit
+    loses = bool(own.plan.recompute) or own.estimate_seconds > own.solution.bound_seconds * _NO_LOSS
+    return loses and own.memory_bytes < _FULL * limit
 
 
 def _is_faster(again: Solution, solution: Solution) -> bool:
