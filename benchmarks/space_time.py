@@ -181,7 +181,7 @@ def measure(arguments: argparse.Namespace) -> Outcome:
         with open_devices(case.small.path, DeviceLimits()) as devices:
             kinds.add(devices.kind)
             with Ranks(devices, work / "requests", "benchmarks.space_time_rank") as ranks:
-                small = _Small(case.small, devices, ranks, work, say).run(2 if arguments.quick else _ROUNDS)
+                small = OnTestbed(case.small, devices, ranks, work, say).run(2 if arguments.quick else _ROUNDS)
         say(f"measured {small.ratio:.2f}, simulated {small.ratio_predicted:.2f}")
         is_small = arguments.quick or arguments.small
         large = simulated(case.large, say) if case.large is not None and not is_small else None
@@ -191,7 +191,7 @@ def measure(arguments: argparse.Namespace) -> Outcome:
     return report(results, kinds, is_whole=len(results) == len(CASES))
 
 
-class _Small:
+class OnTestbed:
     """A case on the testbed."""
 
     def __init__(self, case: Small, devices: OpenDevices, ranks: Ranks, work: Path, say: Callable[[str], None]) -> None:
@@ -201,8 +201,8 @@ class _Small:
         self.captured = capture_model(case.source)
         self.limit = parse_bytes(case.limit, key="limit") if case.limit else None
 
-    def run(self, num_rounds: int) -> Scale:
-        """Profile, predict, and only then measure."""
+    def run(self, num_rounds: int, *, far: float = _FAR) -> Scale:
+        """Profile, predict, and only then measure. `far`: times the slower of the best pair, for what is measured."""
         named = [*((own, True) for own in self.case.plans), *((other, False) for other in self.case.others)]
         plans = [_plan(self.captured, name, self.cluster) for name, _ in named]
         programs = [build_program(self.captured.blocks, plan) for plan in plans]
@@ -218,9 +218,7 @@ class _Small:
         if not any(c.has_feature for c in fitting):
             needs = ", ".join(f"{c.plan} {format_bytes(c.predicted_bytes)}" for c in found if c.has_feature)
             raise SystemExit(f"no plan with the feature fits into {self.case.limit}: {needs}")
-        most = _FAR * max(
-            c.predicted_seconds for c in Scale(contestants=tuple(fitting)).predicted_pair if c is not None
-        )
+        most = far * max(c.predicted_seconds for c in Scale(contestants=tuple(fitting)).predicted_pair if c is not None)
         entered = [i for i, c in enumerate(found) if c.predicted_seconds <= most]
         self.say(f"profiled; {len(entered)} of {len(found)} plans in turns, or beyond the limit")
         answer: dict[str, dict[str, Any]] = self.ranks.ask(
@@ -333,12 +331,12 @@ def report(results: Sequence[Result], kinds: set[str], *, is_whole: bool) -> Out
             for r in results
         ],
     }
-    larges = [_scale_table(r.case.feature, r.large, "at the paper's scale") for r in results if r.large is not None]
-    smalls = [_scale_table(r.case.feature, r.small, f"{r.case.small.topology}, {r.case.small.source}") for r in results]
+    larges = [scale_table(r.case.feature, r.large, "at the paper's scale") for r in results if r.large is not None]
+    smalls = [scale_table(r.case.feature, r.small, f"{r.case.small.topology}, {r.case.small.source}") for r in results]
     return Outcome(tables=[*smalls, *larges, _ratios_table(results)], document=document, bars=bars)
 
 
-def _scale_table(feature: str, scale: Scale, title: str) -> Table:
+def scale_table(feature: str, scale: Scale, title: str) -> Table:
     """Predicted, and where it was measured, that beside it."""
     table = Table("", "plan", "predicted", "step", "off", "memory", "measured", "bubble", "idle", "", "hidden", "")
     table.title = f"{feature}: {title}"
