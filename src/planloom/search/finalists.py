@@ -2,11 +2,13 @@
 
 The estimate of memory is a sum over blocks; the simulator's is exact liveness. Where a stage of a finalist does not
 fit, its problem is solved again with that stage's limit lowered by as much as its estimate was too small; where in
-the end all leave room that a faster plan could use, once more with limits raised.
+the end all leave room that a faster plan could use, once more with limits raised. The estimate hides a block's
+communication behind the block alone, the simulator behind all that is computed meanwhile: so a finalist that scatters
+parameters or gradients at every micro-batch is simulated with ZeRO-1 in their place, too, if that fits.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from planloom.cluster import format_bytes
@@ -16,7 +18,7 @@ from planloom.layout import Placement
 from planloom.plan import Plan
 from planloom.program import Program, build_program
 from planloom.search.exhaustive import Candidate
-from planloom.search.finished import plan_of
+from planloom.search.finished import estimate_plan, plan_of
 from planloom.search.planner import Found, Planner, Ranked
 from planloom.search.processes import BestSeconds, in_processes
 from planloom.search.solutions import Solution
@@ -127,16 +129,17 @@ def simulate_finalists(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Built:
-    """A solution as a program, and what every device group holds."""
+    """A solution, or what was made of it, as a program; and what every device group holds."""
 
     solution: Solution
+    estimate: Estimate
     plan: Plan
     program: Program
     memory: tuple[RoleMemory, ...]
 
     @property
     def estimate_seconds(self) -> float:
-        return self.solution.estimate.step_seconds
+        return self.estimate.step_seconds
 
     @property
     def memory_bytes(self) -> int:
@@ -167,9 +170,7 @@ def _fitted(
 
     def built(solution: Solution) -> _Built:
         plan = plan_of(solution, solver.tables, planner.cluster, batch)
-        program = build_program(planner.blocks, plan)
-        memory = simulate_memory(program, prices)
-        return _Built(solution=solution, plan=plan, program=program, memory=memory)
+        return _built(solution, solution.estimate, plan, planner, prices)
 
     for _ in range(num_tries):
         own = built(solution)
@@ -192,10 +193,35 @@ def _fitted(
         if filled is not None and filled.estimate.step_seconds < best.estimate_seconds:
             own = built(filled)
             fitting += [own] if own.memory_bytes <= limit else []
-    return min(
-        (_finalist(own, prices) for own in (fitting if simulates_all else fitting[-1:])),
-        key=lambda finalist: finalist.step_seconds,
-    )
+    fitting = fitting if simulates_all else fitting[-1:]
+    if wishes.storage is None:
+        relaxed = _with_zero1(fitting[-1], planner, prices, limit)
+        fitting += [relaxed] if relaxed is not None else []
+    return min((_finalist(own, prices) for own in fitting), key=lambda finalist: finalist.step_seconds)
+
+
+def _built(solution: Solution, estimate: Estimate, plan: Plan, planner: Planner, prices: Prices) -> _Built:
+    program = build_program(planner.blocks, plan)
+    memory = simulate_memory(program, prices)
+    return _Built(solution=solution, estimate=estimate, plan=plan, program=program, memory=memory)
+
+
+def _with_zero1(own: _Built, planner: Planner, prices: Prices, limit: float) -> _Built | None:
+    """With every parameter gathered, and its gradient reduced, once a step instead of at every micro-batch; if it
+    fits, which the estimates of both tell well enough to leave out what does not."""
+    storage = {
+        name: replace(stored, kind="zero1") if stored.kind in ("zero2", "zero3") else stored
+        for name, stored in own.plan.storage.items()
+    }
+    if storage == own.plan.storage:
+        return None
+    plan = replace(own.plan, storage=storage)
+    estimate = estimate_plan(plan, planner.network, planner.works, planner.cluster)
+    added = (more - held for more, held in zip(estimate.group_bytes, own.estimate.group_bytes, strict=True))
+    if any(role.peak_bytes + more > limit for role, more in zip(own.memory, added, strict=True)):
+        return None
+    relaxed = _built(own.solution, estimate, plan, planner, prices)
+    return relaxed if relaxed.memory_bytes <= limit else None
 
 
 def _finalist(own: _Built, prices: Prices) -> Finalist:
@@ -203,7 +229,7 @@ def _finalist(own: _Built, prices: Prices) -> Finalist:
         plan=own.plan,
         program=own.program,
         timeline=simulate(own.program, prices, with_events=False, memory=own.memory),
-        estimate=own.solution.estimate,
+        estimate=own.estimate,
         placement=placement_words(own.solution.candidate.placement),
     )
 
