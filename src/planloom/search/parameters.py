@@ -41,7 +41,7 @@ from planloom.search.strategies import Strategies
 
 _SIZE = 1 << 24
 _MOMENTS = 2
-_MEANWHILE = 0.5
+_MEANWHILE = 0.15
 """[Empirical] Simulated plans of Llama-3-405B on 1,024 H100, 2026-11-18."""
 _IN_WORK = 3  # arrays that a gather or scatter works with: what goes in, what comes out, and a copy (`execute.wire`)
 
