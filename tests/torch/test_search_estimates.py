@@ -138,7 +138,11 @@ def test_of_every_solution_of_many_searches(model: str, cluster_name: str) -> No
     """Of every shape the first problems; more of them where little is pinned."""
     own = planner(model, cluster_name)
     whole = least_bytes(own)
-    for wishes, shares in ((Wishes(), (1.0, 0.4)), (Wishes(storage="zero2"), (0.7,)), (Wishes(recompute=False), (0.7,))):
+    for wishes, shares in (
+        (Wishes(), (1.0, 0.4)),
+        (Wishes(storage="zero2"), (0.7,)),
+        (Wishes(recompute=False), (0.7,)),
+    ):
         for limit in (UNLIMITED, *(share * whole for share in shares)):
             for solver in solvers(own, wishes, limit, max_problems=4 if wishes == Wishes() else 2):
                 require_equal_estimates(own, model, solver)

@@ -12,7 +12,7 @@ than the best by more than a margin. The gap is that between the best estimate a
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import log2, prod
@@ -27,7 +27,7 @@ from planloom.plan.checks import BATCH_DIM, may_have_micro_batches, require_micr
 from planloom.search.network import Network, build_network
 from planloom.search.one_stage import TOLERANCE
 from planloom.search.pace import pace_bounds
-from planloom.search.processes import BestSeconds, in_processes, is_same
+from planloom.search.processes import BestSeconds, fork_context, in_processes, is_same
 from planloom.search.schedules import Schedule
 from planloom.search.solutions import Solution, Solver
 from planloom.search.space import Candidate, Shape, Space, Wishes, require_pin, search_space
@@ -102,6 +102,27 @@ class Problem:
 
     candidate: Candidate
     bound_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Unproven:
+    """Problems of one shape and schedule whose bounds are not close to the best, least first."""
+
+    problems: tuple[Problem, ...]
+
+    def __str__(self) -> str:
+        return f"proof for {self.problems[0].candidate.shape}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Filling:
+    """A solution whose stages are to be filled, and its place among all."""
+
+    place: int
+    ranked: Ranked
+
+    def __str__(self) -> str:
+        return f"filling stages of {self.ranked.solution.candidate.shape}"
 
 
 @dataclass(eq=False, slots=True)
@@ -305,76 +326,103 @@ class Planner:
         """Closer bounds, and better solutions, of solved problems that may be better than the best by more than
         `TOLERANCE`: where memory binds, the row of prices leaves something open.
 
-        The problem with the least bound comes first: where its bound stays the least, others need not be better.
+        Of a shape the problem with the least bound comes first: where it stays the least, others need not be better.
         """
         self._fill(findings, best, limit, wishes, progress)
-        wanted = [problem for problem in findings.closed if problem.bound_seconds < (1 - TOLERANCE) * best.least]
-        bounds = {problem.candidate: problem.bound_seconds for problem in wanted}
+        alike: dict[tuple[Shape, Schedule], list[Problem]] = {}
+        for problem in sorted(findings.closed, key=lambda own: own.bound_seconds):
+            if problem.bound_seconds < (1 - TOLERANCE) * best.least:
+                alike.setdefault((problem.candidate.shape, problem.candidate.schedule), []).append(problem)
         solved = {own.solution.candidate: own for own in findings.solved}
-        solvers: dict[tuple[Shape, Schedule], Solver] = {}
-        enough = float("inf")
-        while bounds:
-            candidate = min(bounds, key=bounds.__getitem__)
-            enough = min(enough, (1 - TOLERANCE) * best.least)
-            if bounds[candidate] >= enough:
-                break
-            if progress is not None:
-                progress(f"proof for {candidate.shape}", sum(bound >= enough for bound in bounds.values()), len(bounds))
-            key = (candidate.shape, candidate.schedule)
-            if key not in solvers:
-                alike = [own for own in wanted if (own.candidate.shape, own.candidate.schedule) == key]
-                solvers[key] = self._solver_of(alike, limit, wishes)
-            solver = solvers[key]
-            before = solved[candidate].solution if candidate in solved else None
-            g = solver.tables.candidates.index(candidate)
-            found = solver.refined(g, before, below=best.least, enough=enough)
-            if found is not None:
-                best.add(found.estimate.step_seconds)
-                known = solved.get(candidate, Ranked(solution=found, limit_bytes=limit))
-                solved[candidate] = replace(known, solution=found)
-            bounds[candidate] = max(bounds[candidate], float(solver.bounds[g]))
-            enough = min(enough, bounds[candidate])
+        loosest = BestSeconds(1, fork_context())
+        bounds: dict[Candidate, float] = {}
+        for problems, improved in in_processes(
+            lambda some, shared: self._proven(some.problems, solved, limit, wishes, shared, loosest),
+            [_Unproven(problems=tuple(own)) for own in alike.values()],
+            best,
+            progress=progress,
+        ):
+            bounds |= {problem.candidate: problem.bound_seconds for problem in problems}
+            for ranked in improved:
+                best.add(ranked.seconds)
+                solved[ranked.solution.candidate] = ranked
         findings.solved = list(solved.values())
         findings.closed = [
             replace(problem, bound_seconds=bounds.get(problem.candidate, problem.bound_seconds))
             for problem in findings.closed
         ]
 
+    def _proven(
+        self,
+        problems: Sequence[Problem],
+        solved: Mapping[Candidate, Ranked],
+        limit: float,
+        wishes: Wishes,
+        best: BestSeconds,
+        loosest: BestSeconds,
+    ) -> tuple[list[Problem], list[Ranked]]:
+        """Problems of one shape with closer bounds, and better solutions of them. `loosest`: the least bound that could
+        not be brought close, of all shapes: then others need not be better."""
+        solver, improved = self._solver_of(problems, limit, wishes), list[Ranked]()
+        for g, problem in enumerate(problems):
+            enough = min((1 - TOLERANCE) * best.least, loosest.least)
+            if problem.bound_seconds >= enough:
+                break
+            known = solved.get(problem.candidate)
+            before = known.solution if known is not None else None
+            found = solver.refined(g, before, below=best.least, enough=enough)
+            if found is not None:
+                best.add(found.estimate.step_seconds)
+                improved.append(replace(known or Ranked(solution=found, limit_bytes=limit), solution=found))
+            loosest.add(float(solver.bounds[g]))
+        closer = zip(problems, solver.bounds.tolist(), strict=True)
+        return [
+            replace(problem, bound_seconds=max(problem.bound_seconds, bound)) for problem, bound in closer
+        ], improved
+
     def _fill(
         self, findings: _Findings, best: BestSeconds, limit: float, wishes: Wishes, progress: Progress | None
     ) -> None:
         """Better solutions of the best problems that memory may have made slower."""
         bounds = {problem.candidate: problem.bound_seconds for problem in findings.closed}
-        ranked = sorted(findings.solved, key=lambda own: own.seconds)
-        for number, own in enumerate(ranked[:_FILLED]):
-            candidate = own.solution.candidate
-            if own.seconds > _NEAR * best.least or bounds[candidate] >= (1 - TOLERANCE) * own.seconds:
-                continue
-            if progress is not None:
-                progress(f"filling stages of {candidate.shape}", number, _FILLED)
-            found = self.solver(candidate, limit, wishes).filled(0, own.solution)
-            if found is not None and found is not own.solution:
+        places = sorted(range(len(findings.solved)), key=lambda i: findings.solved[i].seconds)[:_FILLED]
+        wanted = [
+            _Filling(place=place, ranked=own)
+            for place, own in ((place, findings.solved[place]) for place in places)
+            if own.seconds <= _NEAR * best.least and bounds[own.solution.candidate] < (1 - TOLERANCE) * own.seconds
+        ]
+
+        def filled(filling: _Filling, _: BestSeconds) -> tuple[int, Solution | None]:
+            solution = filling.ranked.solution
+            found = self.solver(solution.candidate, limit, wishes).filled(0, solution)
+            return filling.place, None if found is solution else found
+
+        for place, found in in_processes(filled, wanted, best, progress=progress, few=1):
+            if found is not None:
                 best.add(found.estimate.step_seconds)
-                filled = Ranked(solution=found, limit_bytes=limit, before=own.solution)
-                findings.solved[findings.solved.index(own)] = filled
+                before = findings.solved[place].solution
+                findings.solved[place] = Ranked(solution=found, limit_bytes=limit, before=before)
 
     def _tried(
         self, space: Space, findings: _Findings, least: float, limit: float, progress: Progress | None
     ) -> list[Ranked]:
         """The best plans with schedules that are no part of the space whose bound is proven."""
-        found = []
         ranked = [own for own in sorted(findings.solved, key=lambda own: own.seconds) if own.seconds <= _NEAR * least]
-        for number, own in enumerate(ranked[:_FILLED]):
-            candidate = own.solution.candidate
-            for schedule in space.tried_with(candidate.shape.num_stages, candidate.num_micro):
-                if progress is not None:
-                    progress(f"{schedule} of {candidate.shape}", number, min(_FILLED, len(ranked)))
-                solver = self.solver(replace(candidate, schedule=schedule), limit, space.wishes)
-                solved = solver.solve([0], below=_NEAR * least)
-                solution = solver.filled(0, solved[0]) if solved else None
-                if solution is not None:
-                    found.append(Ranked(solution=solution, limit_bytes=limit, before=solved[0]))
-        return found
+        candidates = [
+            replace(candidate, schedule=schedule)
+            for candidate in (own.solution.candidate for own in ranked[:_FILLED])
+            for schedule in space.tried_with(candidate.shape.num_stages, candidate.num_micro)
+        ]
+
+        def tried(candidate: Candidate, _: BestSeconds) -> tuple[int, Ranked | None]:
+            solver = self.solver(candidate, limit, space.wishes)
+            solved = solver.solve([0], below=_NEAR * least)
+            solution = solver.filled(0, solved[0]) if solved else None
+            own = Ranked(solution=solution, limit_bytes=limit, before=solved[0]) if solution is not None else None
+            return candidates.index(candidate), own
+
+        found = dict(in_processes(tried, candidates, BestSeconds(1), progress=progress, few=1))
+        return [own for _, own in sorted(found.items()) if own is not None]
 
     def least_seconds(self, schedule: Schedule, num_groups: int, num_micro: int) -> float:
         """A bound on every plan with these numbers: all operations at the peak rate, perfectly divided, and the bubble.

@@ -80,6 +80,11 @@ def can_fork() -> bool:
     return "fork" in multiprocessing.get_all_start_methods() and not multiprocessing.current_process().daemon
 
 
+def fork_context() -> ForkContext | None:
+    """What makes numbers that processes share; None where there will be none."""
+    return multiprocessing.get_context("fork") if can_fork() else None
+
+
 def within_seconds(
     work: Callable[[Item, Callable[[Result], None]], None],
     items: Sequence[Item],

@@ -110,6 +110,9 @@ class Candidate:
     num_micro: int
     schedule: Schedule = ONE_FORWARD_ONE_BACKWARD
 
+    def __str__(self) -> str:
+        return f"{self.schedule} of {self.shape}"
+
     @property
     def num_stages(self) -> int:
         return self.schedule.num_stages(self.shape.num_stages)
