@@ -93,13 +93,14 @@ CO_SHARD = Case(
 cannot divide them. Published rivals recompute each attention and each MLP; that is `pieces=1`."""
 
 _LLAMA = (
-    "llama3-8b?num_hidden_layers=2&hidden_size=768&intermediate_size=2048&num_attention_heads=8&num_key_value_heads=8"
-    "&head_dim=96&vocab_size=8192&seq=512&batch=2&dtype=float32"
+    "llama3-8b?num_hidden_layers=2&hidden_size=1536&intermediate_size=4096&num_attention_heads=16"
+    "&num_key_value_heads=16&head_dim=96&vocab_size=4096&seq=256&batch=2&dtype=float32"
 )
 _CHUNKED = ("atp:d1=4,d2=1,chunks=2",)
 _NOT_CHUNKED = ("atp:d1=4,d2=1", "megatron:tp=4", "megatron:pp=2,tp=2,micro=2", "zb:pp=2,tp=2,micro=2")
-"""Few long samples, where a pipeline has a large bubble. An uplink that is much slower favours pipelines, which send
-less: there, nobody would use tensor parallel over it."""
+"""Few samples and wide layers: a pipeline has a large bubble, and tensor parallel computes longer than it sends. An
+uplink that is much slower favours pipelines, which send less: there, nobody would use tensor parallel over it. (With
+half the width it sends as long as it computes, and zero-bubble pipelines win: measured 0.90, 2026-11-19.)"""
 CHUNKS = (
     Case(
         feature="chunks",

@@ -42,9 +42,9 @@ from planloom.search.strategies import Strategies
 _SIZE = 1 << 24
 _MOMENTS = 2
 _MEANWHILE = 0.2
-"""[Empirical] Estimates of three simulated plans with ZeRO-2 and -3, 2026-11-19: Llama-3-70B on 128 H100 (gathers between
-nodes) 65.2 and 61.9 s, simulated 66.3 and 64.2; GPT-OSS-120B on 64 B300 4.57 and 4.46. With 0.5, as before, the first
-two were 56.2 and 57.6, and one of them was chosen before a plan of 57.9."""
+"""[Empirical] Estimates of three simulated plans with ZeRO-2 and -3, 2026-11-19: Llama-3-70B on 128 H100 (gathers
+between nodes) 65.2 and 61.9 s, simulated 66.3 and 64.2; GPT-OSS-120B on 64 B300 4.57 and 4.46. With 0.5, as before,
+the first two were 56.2 and 57.6 (decision 29)."""
 _IN_WORK = 3  # arrays that a gather or scatter works with: what goes in, what comes out, and a copy (`execute.wire`)
 
 
