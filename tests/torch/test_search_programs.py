@@ -92,6 +92,21 @@ def test_finalists_of_many_searches(model: str, cluster_name: str, share: float)
         pytest.skip(f"nothing fits: {error.given}")
 
 
+def test_zero1_takes_the_place_of_what_is_scattered_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found with an estimate that hides all that is gathered, and so prefers ZeRO-3 where the simulator does not."""
+    monkeypatch.setattr("planloom.search.parameters._MEANWHILE", 1e6)
+    own, wishes = planner("gpt-deep", "flat"), Wishes(dp=4, tp=1, pp=1, micro=4, variants=())
+    with monkeypatch.context() as without:
+        without.setattr("planloom.search.finalists._with_zero1", lambda *_: None)
+        before = best_of("gpt-deep", "flat", wishes, 2).winner
+    best = best_of("gpt-deep", "flat", wishes, 2)
+    assert {"zero2", "zero3"} & words(before.plan)
+    assert not {"zero2", "zero3"} & words(best.winner.plan)
+    assert best.winner.step_seconds < before.step_seconds
+    require_estimate(own, best.winner)
+    require_equal_to_one_device("gpt-deep", best.winner.plan)
+
+
 @pytest.mark.parametrize("schedule", ["zb-h1", "interleaved", "gpipe"])
 def test_plans_of_other_schedules_are_equal_to_one_device(schedule: str) -> None:
     own, wishes = planner("gpt-deep", "two-by-two"), Wishes(schedule=schedule, pp=2, micro=4, variants=())

@@ -386,10 +386,12 @@ class Planner:
         """Better solutions of the best problems that memory may have made slower."""
         bounds = {problem.candidate: problem.bound_seconds for problem in findings.closed}
         places = sorted(range(len(findings.solved)), key=lambda i: findings.solved[i].seconds)[:_FILLED]
+        near = [_Filling(place=place, ranked=findings.solved[place]) for place in places]
         wanted = [
-            _Filling(place=place, ranked=own)
-            for place, own in ((place, findings.solved[place]) for place in places)
-            if own.seconds <= _NEAR * best.least and bounds[own.solution.candidate] < (1 - TOLERANCE) * own.seconds
+            own
+            for own in near
+            if own.ranked.seconds <= _NEAR * best.least
+            and bounds[own.ranked.solution.candidate] < (1 - TOLERANCE) * own.ranked.seconds
         ]
 
         def filled(filling: _Filling, _: BestSeconds) -> tuple[int, Solution | None]:
