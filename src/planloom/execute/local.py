@@ -53,6 +53,10 @@ class Part:
     tensor: str
 
 
+_OPEN = (list, dict, Part)
+"""Prepared arguments that may name values, besides `At`: all others are passed as they are, often."""
+
+
 @dataclass(frozen=True, slots=True)
 class Scaled:
     """An operator whose result is this share of the whole's: a mean over a part."""
@@ -80,7 +84,12 @@ class LocalRun:
         table: dict[Key, Tensor] = {("slot", str(i)): tensor for i, tensor in enumerate(inputs)}
         table.update(self.given_tensors(given, micro))
         for step in self.steps:
-            table[step.result] = step.function(*fill(step.args, table, micro), **fill(step.kwargs, table, micro))
+            args = [
+                table[arg.key] if type(arg) is At else fill(arg, table, micro) if type(arg) in _OPEN else arg
+                for arg in step.args
+            ]
+            kwargs = fill(step.kwargs, table, micro) if step.kwargs else step.kwargs
+            table[step.result] = step.function(*args, **kwargs)
             for key in step.finished:
                 del table[key]
         return tuple(table["made", slot.tensor] for slot in self.run.outputs)
@@ -212,9 +221,14 @@ class LocalRun:
             if key not in kept:
                 finished.setdefault(i, []).append(key)
         return [
-            Step(step.function, step.args, step.kwargs, step.result, tuple(finished.get(i, ())))
+            Step(step.function, tuple(map(_settled, step.args)), step.kwargs, step.result, tuple(finished.get(i, ())))
             for i, step in enumerate(steps)
         ]
+
+
+def _settled(arg: Any) -> Any:
+    """A list that names no value as a tuple, which need not be looked through at every call."""
+    return tuple(arg) if isinstance(arg, list) and all(type(item) is int for item in arg) else arg
 
 
 def fill(args: Any, table: Mapping[Key, Tensor], micro: int) -> Any:
