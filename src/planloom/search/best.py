@@ -1,5 +1,6 @@
 """The best plan for a model on a cluster: search, then finalists; measured, and searched again."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -65,18 +66,15 @@ def find_best(
         if progress is not None:
             progress("simulating finalists", done, total)
 
+    started = _cpu_seconds()
     finalists = simulate_finalists(
         planner, found, prices, batch, wishes, num_finalists=num_finalists, progress=simulated
     )
+    each_seconds = (_cpu_seconds() - started) / max(1, len(finalists.fitting))
     won, trials = try_variants(
-        planner,
-        finalists.fitting,
-        prices,
-        batch,
-        wishes,
-        seconds=found.certificate.search_seconds,
-        progress=progress,
-    )
+        planner, finalists.fitting, prices, batch, wishes,
+        seconds=found.certificate.search_seconds, each_seconds=each_seconds, progress=progress,
+    )  # fmt: skip
     if not finalists.fitting and not won:
         raise nothing_fits(planner, wishes, finalists.refused, too_large=finalists.too_large, progress=progress)
     return Best(
@@ -85,6 +83,11 @@ def find_best(
         refused=finalists.refused,
         trials=trials,
     )
+
+
+def _cpu_seconds() -> float:
+    """Of this process and of those that it had: what others do on the machine does not change it."""
+    return sum(os.times()[:4])
 
 
 def _with_variants(fitting: Sequence[Finalist], won: Sequence[Finalist], num_finalists: int) -> tuple[Finalist, ...]:

@@ -1,8 +1,7 @@
 """Trying variants: each is built, simulated with the finalists' prices, and taken where it wins.
 
-Kinds take turns, so that each has a try before any has a second one. Their number is bounded; of large models, where
-one takes seconds, it is small, and so every machine finds the same. Of others, what they may cost of the search's own
-time is bounded, too. A variant is taken where it fits and is faster than the best plan of the proven space by
+Kinds take turns, so that each has a try before any has a second one. Their number is bounded, and so is what they may
+cost of the search's own time. A variant is taken where it fits and is faster than the best plan of the proven space by
 `LEAST_GAIN`, and saves more of its base than its `least_gain` (chunks: the uncertainty of the prices).
 """
 
@@ -32,12 +31,10 @@ LEAST_GAIN = 0.01
 _LARGE_BLOCKS, _FEW_DEVICES = 400, 16
 """Models that are larger have few variants and are not searched again; larger clusters not as a whole."""
 _MOST, _MOST_OF_LARGE = 16, 2
-_WAYS_OF_LARGE = 2
-"""How many ways of a variant are tried at most until one fits."""
 _SHAPES, _SHAPES_OF_LARGE = 4, 1
 _LEAST_SECONDS, _SHARE, _ALONE_SECONDS = 1.5, 0.25, 30.0
-"""What trying may take of the process's own time, of models that are not large: a share of the search's; more where
-there is no plan without it."""
+"""What trying may take of the process's own time: a share of the search's; more where there is no plan without it.
+No plan is begun that would take longer than what is left, if it took as long as a finalist."""
 _MORE_MEMORY, _MUCH_MORE_MEMORY = (2.0,), (1.5, 3.0)
 """Times the limit: what a search with so much more memory finds is tried with blocks in pieces."""
 _BASES = 4
@@ -99,9 +96,13 @@ def try_variants(
     wishes: Wishes,
     *,
     seconds: float,
+    each_seconds: float,
     progress: Progress | None = None,
 ) -> tuple[tuple[Finalist, ...], Trials]:
-    """The variants that win, of each kind the fastest; and what was tried. `seconds`: what the search has taken."""
+    """The variants that win, of each kind the fastest; and what was tried.
+
+    `seconds`: what the search has taken; `each_seconds`: what building and simulating a finalist did.
+    """
     started = time.perf_counter()
     is_large = len(planner.blocks.blocks) > _LARGE_BLOCKS
     best = min((own.step_seconds for own in fitting), default=float("inf"))
@@ -120,16 +121,18 @@ def try_variants(
     taken: dict[str, Finalist] = {}
     tried: list[Trial] = []
 
+    is_counted = bool(fitting) and is_large and planner.cluster.num_devices <= _FEW_DEVICES
+
     def is_over() -> bool:
-        """Have all taken as long as they may?"""
-        return not (is_large and fitting) and time.process_time() - clock > allowed
+        """Would another plan take longer than all may? On few devices, where plans are small, their number is enough:
+        then a busy machine finds the same."""
+        return not is_counted and time.process_time() - clock + (each_seconds if fitting else 0.0) > allowed
 
     while waiting and len(tried) < most and not is_over():
         variant = waiting.pop(0)
         if progress is not None:
             progress(f"variants, {variant.name}", len(tried), len(tried) + len(waiting) + 1)
-        few = variant if not (is_large and fitting) else replace(variant, ways=variant.ways[:_WAYS_OF_LARGE])
-        trial, finalist = _tried(few, ground, prices, best, is_over)
+        trial, finalist = _tried(variant, ground, prices, best, is_over)
         tried.append(trial)
         if finalist is not None and (
             variant.kind not in taken or finalist.step_seconds < taken[variant.kind].step_seconds
