@@ -57,7 +57,7 @@ PLANS = [
 """`boundary`: two stages on 2 and 4 devices that split what crosses between them differently."""
 
 CASES = [(model, plan) for model in ("gpt", "llama") for plan in PLANS]
-EACH, EACH_SLOW = 7, 15
+EACH, EACH_SLOW = 7, 45
 
 
 @cache

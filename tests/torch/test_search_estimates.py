@@ -135,14 +135,9 @@ def test_through_the_file(cluster_name: str, tmp_path: Path) -> None:
     "model", ["gpt", "llama-deep", "gpt-deep", "zoo/gshard_moe", "zoo/gpt2", "zoo/mixtral", "zoo/t5"]
 )
 def test_of_every_solution_of_many_searches(model: str, cluster_name: str) -> None:
-    """Of every shape the first problems; more of them where little is pinned."""
     own = planner(model, cluster_name)
     whole = least_bytes(own)
-    for wishes, shares in (
-        (Wishes(), (1.0, 0.4)),
-        (Wishes(storage="zero2"), (0.7,)),
-        (Wishes(recompute=False), (0.7,)),
-    ):
-        for limit in (UNLIMITED, *(share * whole for share in shares)):
-            for solver in solvers(own, wishes, limit, max_problems=4 if wishes == Wishes() else 2):
+    for wishes in (Wishes(), Wishes(storage="zero2"), Wishes(recompute=False)):
+        for limit in (UNLIMITED, whole, 0.7 * whole, 0.4 * whole):
+            for solver in solvers(own, wishes, limit, max_problems=12):
                 require_equal_estimates(own, model, solver)
