@@ -1,5 +1,6 @@
 """Capture: the graph is the model, and what cannot be captured is refused with what to do."""
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from examples.models.gpt import GPT, GPTConfig
 from planloom.blocks import find_blocks
@@ -215,6 +217,16 @@ SMALL: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
     "two losses": (lambda m, x: F.cross_entropy(m.map(x), torch.arange(8) % 6) + m.map(x).pow(2).mean(), dict),
     "operators in place": (lambda m, x: m.map(x).mul_(2).add_(1).pow(2).sum(), dict),
     "chunks": (lambda m, x: (lambda a, b: (a * b.sigmoid()).sum())(*m.map(x).chunk(2, 1)), dict),
+    "three chunks, the last first": (
+        lambda m, x: (lambda y: (y[:, 4:] * y[:, 2:4].sigmoid() - y[:, :2].pow(2) * y[:, 2:4]).sum())(m.map(x)),
+        dict,
+    ),
+    "two of three chunks": (lambda m, x: (lambda y: (y[:, 4:] * y[:, :2].sigmoid()).sum())(m.map(x)), dict),
+    "chunks, and all of them": (lambda m, x: (lambda y: (y[:, 3:] * y[:, :3] * y.sum()).sum())(m.map(x)), dict),
+    "chunks along two dims": (
+        lambda m, x: (lambda y: (y[:4] * y[4:]).sum() + (y[:, :3] * y[:, 3:].sigmoid()).sum())(m.map(x)),
+        dict,
+    ),
     "idle dropout": (lambda m, x: m.drop(m.map(x)).pow(2).sum(), lambda: {"drop": nn.Dropout(0.0)}),
     "one sample": (lambda m, x: m.map(x[:1]).pow(2).sum(), dict),
 }
@@ -585,3 +597,30 @@ def test_the_public_name_is_a_function_even_where_the_package_was_imported_first
 
     model = Model(lambda m, x: m.map(x).sum())
     assert planloom.capture(model, batch()) == planloom.capture(model, batch()) == capture(model, batch())
+
+
+class Called(TorchDispatchMode):
+    """Which operators are called, and how often."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("case", "slices", "splits"),
+    [("chunks", 0, 1), ("three chunks, the last first", 0, 1), ("two of three chunks", 2, 0)],
+)
+def test_slices_that_are_all_of_a_tensor_are_taken_together(case: str, slices: int, splits: int) -> None:
+    """Each slice's cotangent is a whole tensor of zeros: a split's is made once."""
+    finish, members = SMALL[case]
+    model = Model(finish, **members())
+    found = of(model, batch(), find_blocks(capture(model, batch())))
+    with Called() as called:
+        run_whole(found)
+    assert called.names["aten.slice_backward.default"] == slices
+    assert called.names["aten.split_with_sizes.default"] == splits

@@ -123,7 +123,7 @@ class CompiledRun:
     """The forward function of a run at the given coordinates of its mesh, as `LocalRun`, compiled."""
 
     def __init__(self, local: LocalRun, runs: CompiledRuns) -> None:
-        self.run, self._local, self._runs = local.run, local, runs
+        self.run, self.graph, self._local, self._runs = local.run, local.graph, local, runs
         self._places: dict[Key, tuple[int, Part]] = {}
         self._held_places: dict[tuple[Key, int, torch.device], Tensor] = {}
         ragged = {("made", name) for name, tensor in local.graph.tensors.items() if tensor.rows}

@@ -8,8 +8,10 @@ operator again. What is left at call time is a list of callables over a table of
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from operator import getitem
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from planloom.blocks import BlockGraph
@@ -28,7 +30,7 @@ Key = tuple[str, str]
 class Step:
     """One prepared operator, its arguments with places in the table of values, and the values that it uses last."""
 
-    function: Callable[..., Tensor]
+    function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     result: Key
@@ -77,13 +79,16 @@ class LocalRun:
         at = coordinates_in(run, coordinates)
         self._pieces = [piece_of(blocks.blocks[part.block], part, at, num_micro) for part in run.blocks]
         self._given: dict[Key, tuple[BlockPiece, str]] = {}
+        self._slices: dict[Key, tuple[int, int, int, int]] = {}
+        """By result: the dim, its size, start and stop, of every slice that takes all elements between them."""
         self.steps = self._prepare(blocks)
+        self._called = self._with_splits()
 
     def __call__(self, inputs: Sequence[Tensor], given: Mapping[str, Tensor], micro: int) -> tuple[Tensor, ...]:
         """Outputs in the order of the run's output slots; `given` holds the whole given tensors."""
         table: dict[Key, Tensor] = {("slot", str(i)): tensor for i, tensor in enumerate(inputs)}
         table.update(self.given_tensors(given, micro))
-        for step in self.steps:
+        for step in self._called:
             args = [
                 table[arg.key] if type(arg) is At else fill(arg, table, micro) if type(arg) in _OPEN else arg
                 for arg in step.args
@@ -138,6 +143,7 @@ class LocalRun:
             args[1] = list(self._local_shape(piece, op.outputs[0]))
         elif rule.rewrite == "slice":
             args = self._local_slice_args(op, piece, args)
+            self._note_slice(op, piece, args)
         elif rule.rewrite == "mean":
             share = self._contracted_share(op, piece)
             function = function if share == 1 else Scaled(function, share)
@@ -190,6 +196,14 @@ class LocalRun:
             return args
         return [args[0], dim, start // whole * local, (start // whole + 1) * local]
 
+    def _note_slice(self, op: Op, piece: BlockPiece, args: Sequence[Any]) -> None:
+        _, dim, *rest = *args, *(0, None, None, None)[len(args) - 1 :]
+        shape = self._local_shape(piece, op.inputs[0])
+        start, stop, step = slice(*rest).indices(shape[dim])
+        if step == 1 and not self.graph.tensors[op.inputs[0]].rows:
+            dim %= len(shape)
+            self._slices["made", op.outputs[0]] = (dim, shape[dim], start, stop)
+
     def _contracted_share(self, op: Op, piece: BlockPiece) -> float:
         sizes = self.graph.tensors[op.inputs[0]].sizes
         assert op.rule is not None
@@ -224,6 +238,35 @@ class LocalRun:
             Step(step.function, tuple(map(_settled, step.args)), step.kwargs, step.result, tuple(finished.get(i, ())))
             for i, step in enumerate(steps)
         ]
+
+
+    def _with_splits(self) -> list[Step]:
+        """The steps as they are called: slices that are all parts of one tensor are taken together.
+
+        The cotangent of a split is a concatenation; that of each slice is a whole tensor of zeros, written and added.
+        """
+        slices: dict[tuple[Key, int], list[int]] = {}
+        for i, step in enumerate(self.steps):
+            if step.result in self._slices:
+                slices.setdefault((step.args[0].key, self._slices[step.result][0]), []).append(i)
+        called = list(self.steps)
+        for (key, dim), members in sorted(slices.items(), key=lambda item: item[1][0], reverse=True):
+            _, size, *_ = self._slices[self.steps[members[0]].result]
+            parts = {self.steps[i].result: self._slices[self.steps[i].result][2:] for i in members}
+            order = sorted(set(parts.values()))
+            if len(order) == 1 or [0, *(stop for _, stop in order)] != [*(start for start, _ in order), size]:
+                continue
+            whole = ("split", f"{key[1]} along {dim}")
+            for i in members:
+                step = self.steps[i]
+                finished = (*step.finished, whole) if i == members[-1] else step.finished
+                called[called.index(step)] = Step(
+                    getitem, (At(whole), order.index(parts[step.result])), {}, step.result, finished
+                )
+            sizes = tuple(stop - start for start, stop in order)
+            split = Step(torch.split_with_sizes, (At(key), sizes, dim), {}, whole, ())
+            called.insert(members[0], split)  # from the back, so that places of those before stay
+        return called
 
 
 def _settled(arg: Any) -> Any:

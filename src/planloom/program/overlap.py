@@ -24,11 +24,12 @@ from planloom.program.values import (
     signature,
 )
 
-NUM_BUCKETS = 4
+NUM_BUCKETS = 3
 MIN_BUCKET_BYTES, MAX_BUCKET_BYTES = 1 << 18, 32 << 20
-"""A stage's gradients go in four buckets or so: fewer hide less of their reduction, more pay its latency more often.
-[Empirical] Four ranks on two cores, dp=4 over DDP, 2026-11-18: eight buckets, each copied twice, 1.08 (Llama) and 1.11
-(GPT); four, copied once, 1.00 and 1.03. A bucket wakes four threads of every rank.
+"""A stage's gradients go in three buckets or so: fewer hide less of their reduction, more pay its latency more often.
+[Empirical] Four ranks on two cores, dp=4 over DDP, in one run each, 2026-11-19: four buckets 1.034 and 1.035 (Llama),
+1.045 and 1.049 (GPT); three 1.016 and 1.017, 1.034 and 1.043; two 1.01 to 1.02 (GPT). A bucket wakes four threads of
+every rank.
 The limits keep a bucket large enough for a network and its copy small beside the parameters."""
 
 _COALESCED_KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "slice", "mask")

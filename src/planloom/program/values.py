@@ -24,6 +24,9 @@ class Buffer:
     of: int = -1
     """The shared group whose it is; -1: the role's own."""
 
+    def __hash__(self) -> int:
+        return hash(self.name)  # memories are tables of buffers, and a string remembers its hash
+
     @property
     def tensor(self) -> str:
         """The tensor that a buffer is named after."""

@@ -190,7 +190,11 @@ class Runtime:
         return self._memory[self._place(buffer, micro)]
 
     def _carry_out(self, instruction: Instruction, micro: int, given: Mapping[str, Tensor]) -> None:
-        match instruction:
+        match instruction:  # the most frequent first: cases are tried one after the other
+            case Free(buffer=buffer):
+                self._free(buffer, micro)
+            case Accumulate(target=target, source=source):
+                self._accumulate(self._place(target, micro), self._get(source, micro))
             case Forward(run=run, inputs=inputs, outputs=outputs) if run in self._turns:
                 values = [self._get(b, micro) for b in inputs]
                 made = self._rings.forward(self._turns[run], values, given, micro, saves=instruction.saves)
@@ -239,8 +243,6 @@ class Runtime:
                 for source in sources[1:]:
                     total += self._get(source, micro)
                 self._memory[self._place(target, micro)] = total
-            case Accumulate(target=target, source=source):
-                self._accumulate(self._place(target, micro), self._get(source, micro))
             case Take(source=source, target=target, box=box, sizes=sizes):
                 piece = take(self._get(source, micro), box, sizes, self._factors(instruction.tensor))
                 self._memory[self._place(target, micro)] = piece
@@ -252,8 +254,6 @@ class Runtime:
             case Seed(target=target, tensor=tensor):
                 dtype = getattr(torch, self.blocks.graph.tensors[tensor].dtype)
                 self._memory[self._place(target, micro)] = torch.ones((), dtype=dtype, device=self.at)
-            case Free(buffer=buffer):
-                self._free(buffer, micro)
             case Update():
                 self._update(instruction)
 
