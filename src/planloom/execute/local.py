@@ -197,9 +197,9 @@ class LocalRun:
         return [args[0], dim, start // whole * local, (start // whole + 1) * local]
 
     def _note_slice(self, op: Op, piece: BlockPiece, args: Sequence[Any]) -> None:
-        _, dim, *rest = *args, *(0, None, None, None)[len(args) - 1 :]
-        shape = self._local_shape(piece, op.inputs[0])
-        start, stop, step = slice(*rest).indices(shape[dim])
+        given: list[Any] = [*args[1:], *(0, None, None, None)[len(args) - 1 :]]
+        dim, shape = given[0], self._local_shape(piece, op.inputs[0])
+        start, stop, step = slice(*given[1:]).indices(shape[dim])
         if step == 1 and not self.graph.tensors[op.inputs[0]].rows:
             dim %= len(shape)
             self._slices["made", op.outputs[0]] = (dim, shape[dim], start, stop)
@@ -238,7 +238,6 @@ class LocalRun:
             Step(step.function, tuple(map(_settled, step.args)), step.kwargs, step.result, tuple(finished.get(i, ())))
             for i, step in enumerate(steps)
         ]
-
 
     def _with_splits(self) -> list[Step]:
         """The steps as they are called: slices that are all parts of one tensor are taken together.
