@@ -89,7 +89,7 @@ def test_finalists_of_many_searches(model: str, cluster_name: str, share: float)
 
 def test_zero1_takes_the_place_of_what_is_scattered_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """Found with an estimate that hides all that is gathered, and so prefers ZeRO-3 where the simulator does not."""
-    monkeypatch.setattr("planloom.search.parameters._MEANWHILE", 1e6)
+    monkeypatch.setattr("planloom.search.parameters._HIDDEN", 1e6)
     own, wishes = planner("gpt-deep", "flat"), Wishes(dp=4, tp=1, pp=1, micro=2, variants=())
     with monkeypatch.context() as without:
         without.setattr("planloom.search.finalists._with_zero1", lambda *_: None)

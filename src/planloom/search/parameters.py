@@ -22,8 +22,8 @@ it is gathered. While a whole parameter is gathered, or its gradient scattered, 
 
 Gathers are started one run ahead and gradients are reduced while the backward goes on (`program.overlap`), so what
 counts is what exceeds the computation meanwhile: the block's own, for what is reduced once a step; the share
-`_MEANWHILE` of it for what is gathered and scattered at every micro-batch, since the run beside may be shorter. The
-gather of updated shards is not hidden.
+a share of it for what is gathered and scattered at every micro-batch, since the run beside may be shorter, a smaller
+one in a pipeline (`_HIDDEN`). The gather of updated shards is not hidden.
 """
 
 from dataclasses import dataclass
@@ -41,10 +41,12 @@ from planloom.search.strategies import Strategies
 
 _SIZE = 1 << 24
 _MOMENTS = 2
-_MEANWHILE = 0.2
-"""[Empirical] Estimates of three simulated plans with ZeRO-2 and -3, 2026-11-19: Llama-3-70B on 128 H100 (gathers
-between nodes) 65.2 and 61.9 s, simulated 66.3 and 64.2; GPT-OSS-120B on 64 B300 4.57 and 4.46. With 0.5, as before,
-the first two were 56.2 and 57.6 (decision 29)."""
+_HIDDEN, _HIDDEN_IN_PIPELINE = 0.5, 0.2
+"""Which share of a block's own computing hides what is gathered and scattered meanwhile.
+
+[Empirical] Two pipelines with ZeRO-2 and -3 of Llama-3-70B on 128 H100, 2026-11-19, simulated 64.18 and 66.28 s: estimated
+57.6 and 56.2 with 0.5, 60.7 and 63.2 with 0.25, 61.9 and 65.2 with 0.2, 63.1 and 67.2 with 0.15, 64.3 and 69.3 with
+0.1. Both 0.2 and 0.15 fit; 0.2 leaves smaller gaps (decision 29). With one stage 0.5 fits."""
 _IN_WORK = 3  # arrays that a gather or scatter works with: what goes in, what comes out, and a copy (`execute.wire`)
 
 
@@ -96,8 +98,11 @@ def parameter_tables(
     forward: Array,
     backward: Array,
     num_micro: NDArray[np.intp],
+    *,
+    in_pipeline: bool,
 ) -> ParameterTables:
     """`forward` and `backward`: the seconds of the block's own computation, of shape (problems, strategies)."""
+    share = _HIDDEN_IN_PIPELINE if in_pipeline else _HIDDEN
     shape = (len(options), *forward.shape)
     micro, step, stored, working = (np.zeros(shape) for _ in range(4))
     per_byte = 0.0 if mesh.by_volume else update_seconds_per_byte(mesh.device)
@@ -105,8 +110,8 @@ def parameter_tables(
     added = added * (0.0 if mesh.by_volume else addition_seconds_per_byte(mesh.device))
     for i, option in enumerate(options):
         traffic = _Traffic(blocks, block, strategies, mesh, option, forward.shape)
-        micro[i] = np.maximum(0.0, traffic.gathered - _MEANWHILE * forward)
-        micro[i] += np.maximum(0.0, traffic.gathered + traffic.scattered - _MEANWHILE * backward)
+        micro[i] = np.maximum(0.0, traffic.gathered - share * forward)
+        micro[i] += np.maximum(0.0, traffic.gathered + traffic.scattered - share * backward)
         micro[i] += added * traffic.gradient_bytes
         step[i] = np.maximum(0.0, traffic.reduced - backward) + traffic.updated + per_byte * traffic.updated_bytes
         stored[i], working[i] = traffic.stored_bytes, traffic.working_bytes

@@ -195,7 +195,7 @@ class Tables:
             parameters = parameter_tables(
                 blocks, block, strategies, self.mesh, self.options,
                 np.where(np.isfinite(forward), forward, 0.0), np.where(np.isfinite(backward), backward, 0.0),
-                self.num_micro,
+                self.num_micro, in_pipeline=self.shape.num_stages > 1,
             )  # fmt: skip
         if self.hidden.any():
             backward = backward - self.hidden[:, None] * self._weight_seconds(block, distinct)[:, where.reshape(-1)]
