@@ -1,5 +1,7 @@
 """What a device under a quota makes good when it has waited: on the simulator's clock."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -112,6 +114,26 @@ def test_a_message_is_late_once_where_an_end_computes() -> None:
     twice = (busy(0.1), Await((7, True), 0, False), busy(0.1))
     assert with_a_message(delay=0.25, sender=twice, receiver=(busy(0.5),)) == pytest.approx(1.25), "once"
     assert with_a_message(delay=0.0, sender=(busy(0.1),)) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("second_peer", "expected"), [(1, [1.25, 2.25]), (2, [2.25, 2.25])], ids=["lane", "link"])
+def test_a_late_message_has_left_its_lane_and_link(second_peer: int, expected: list[float]) -> None:
+    """Two messages of a second one after the other, or at a time on one link: what is late holds nobody up."""
+    link: Any = "link"
+    peers = {0: 1, 1: second_peer}
+    sends = [Half(f"c{i}", peer, ((i, True),), True, 1.0, {link: 1.0}) for i, peer in peers.items()]
+    arriving: dict[int, list[Item]] = {1: [], 2: []}
+    for i, peer in peers.items():
+        arriving[peer].append(Half(f"c{i}", 0, ((i, True),), False, 0.0, {}))
+    engine = Engine(
+        [[BodyCall(body="b", micro=0)]] * 3,
+        [{"b": (*sends, busy(3.0))}, {"b": arriving[1]}, {"b": arriving[2]}],
+        compute_slowdown=1.0,
+        communication_slowdown=1.0,
+        exchange_delay=0.25,
+    )
+    engine.run()
+    assert sorted(activity.stop for activity in engine.finished if activity.axis == "pp") == pytest.approx(expected)
 
 
 def test_a_message_is_late_where_the_links_are_measured_only() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planloom.execute.given import Given
+from planloom.execute.given import Given, own_dims
 from planloom.execute.operators import operator, plain
 from planloom.graph import RANDOM_STATE, Arg, Graph, is_reference, referenced
 
@@ -51,7 +51,9 @@ class Interpreter:
         given = self._given(known)
         values: list[Any] = [None] * len(self._places)
         for name in self._read:
-            values[self._places[name]] = parameters[name] if name in parameters else given[name]
+            value = parameters[name] if name in parameters else given[name]
+            in_factors = name in self._given.in_factors
+            values[self._places[name]] = own_dims(value, self.graph.tensors[name].factors) if in_factors else value
         del given, known
         for function, tensors, args, kwargs, result, finished in self._steps:
             filled = args.copy()

@@ -2,7 +2,7 @@
 
 from planloom.graph.factors import refine_factors
 from planloom.graph.fingerprint import fingerprint, graph_difference
-from planloom.graph.repeats import held_elements, repeated_dims
+from planloom.graph.repeats import held_elements, repeated_dims, repeated_factors
 from planloom.graph.rules import Rule, notate
 from planloom.graph.values import (
     FLOAT_MARK,
@@ -35,4 +35,5 @@ __all__ = [
     "referenced",
     "refine_factors",
     "repeated_dims",
+    "repeated_factors",
 ]

@@ -44,9 +44,9 @@ _MOMENTS = 2
 _HIDDEN, _HIDDEN_IN_PIPELINE = 0.5, 0.2
 """Which share of a block's own computing hides what is gathered and scattered meanwhile.
 
-[Empirical] Two pipelines with ZeRO-2 and -3 of Llama-3-70B on 128 H100, 2026-11-19, simulated 64.18 and 66.28 s: estimated
-57.6 and 56.2 with 0.5, 60.7 and 63.2 with 0.25, 61.9 and 65.2 with 0.2, 63.1 and 67.2 with 0.15, 64.3 and 69.3 with
-0.1. Both 0.2 and 0.15 fit; 0.2 leaves smaller gaps (decision 29). With one stage 0.5 fits."""
+[Empirical] Two pipelines with ZeRO-2 and -3 of Llama-3-70B on 128 H100, 2026-11-19, simulated 64.2 and 66.3 s,
+estimated 57.6 and 56.2 with 0.5, 60.7 and 63.2 with 0.25, 61.9 and 65.2 with 0.2, 63.1 and 67.2 with 0.15, 64.3 and
+69.3 with 0.1. Both 0.2 and 0.15 fit; 0.2 leaves smaller gaps (decision 29). With one stage 0.5 fits."""
 _IN_WORK = 3  # arrays that a gather or scatter works with: what goes in, what comes out, and a copy (`execute.wire`)
 
 

@@ -5,7 +5,8 @@ over the largest sum of loads on any of its links, at most one, and less while i
 computing is less while its device communicates. Rates change only when an activity begins or ends, so between two such
 moments every activity's end is known, and the clock jumps to the next one.
 
-A message between stages is late while one of them computes: once, by what was measured (`profile.links`).
+A message between stages is late where one of them computes meanwhile: once, by what was measured (`profile.links`). It
+has left the links by then, so that others are not.
 
 A device under a quota that has waited for another stage has *credit*: what it computes next is over as much earlier as
 it has rested, up to what was measured (`cost.Credit`). Not after collectives: what is computed after one is over
@@ -54,6 +55,8 @@ class Activity:
     version: int = 0
     lanes: tuple[object, ...] = ()
     is_late: bool = False
+    has_left: bool = False
+    """It has left its links and lanes, and arrives later."""
     missing: int = 0
     """Roles that have yet to come to it."""
 
@@ -269,8 +272,20 @@ class Engine:
         self._disturb(activity)
 
     def _end(self, activity: Activity) -> None:
+        if activity.is_late and not activity.has_left:
+            self._leave(activity)
+            activity.has_left = True
+            self._end_at(activity, self.now + self.exchange_delay)
+            return
         activity.stop = self.now
         self.finished.append(activity)
+        if not activity.has_left:
+            self._leave(activity)
+        for s in activity.stages:
+            self._go_on(s)
+
+    def _leave(self, activity: Activity) -> None:
+        """Its links, devices and lanes are for others."""
         if activity.parts is None:
             for s in activity.stages:
                 del self.stages[s].communicating[activity]
@@ -283,8 +298,6 @@ class Engine:
         for following in [queue[0] for queue in queues if queue]:
             if following.start < 0:  # it may be first on several
                 self._begin_if_first(following)
-        for s in activity.stages:
-            self._go_on(s)
 
     def _disturb(self, activity: Activity) -> None:
         """The rates of what shares links or devices with an activity that begins or ends."""
@@ -303,17 +316,13 @@ class Engine:
                 self._set_rate(other)
 
     def _make_late(self, begun: Activity) -> None:
-        """Messages take longer, once, if one of their stages computes when they begin, or begins to."""
+        """Messages arrive later, once, if one of their stages computes when they begin, or begins to."""
         if begun.parts is None:
             concerned = [begun] if any(self._is_computing(s) for s in begun.stages) else []
         else:
             concerned = list(self.stages[begun.stages[0]].communicating)
         for activity in concerned:
-            if activity.axis == PIPELINE and not activity.is_late:
-                activity.is_late = True
-                activity.remaining += self.exchange_delay
-                if activity.rate:
-                    self._reckon(activity, activity.rate)
+            activity.is_late = activity.is_late or activity.axis == PIPELINE
 
     def _is_computing(self, s: int) -> bool:
         computing = self.stages[s].computing
@@ -328,10 +337,12 @@ class Engine:
         """When an activity will end that goes on at this rate."""
         activity.remaining -= (self.now - activity.seen_at) * activity.rate
         activity.rate, activity.seen_at = rate, self.now
+        self._end_at(activity, self.now + max(0.0, activity.remaining) / rate)
+
+    def _end_at(self, activity: Activity, seconds: float) -> None:
         activity.version += 1
         self.num_pushed += 1
-        end = self.now + max(0.0, activity.remaining) / rate
-        heapq.heappush(self.ends, (end, self.num_pushed, activity.version, activity))
+        heapq.heappush(self.ends, (seconds, self.num_pushed, activity.version, activity))
 
     def _rate(self, activity: Activity) -> float:
         if activity.parts is not None:

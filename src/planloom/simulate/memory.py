@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from math import prod
 
 from planloom.cost import Prices, RunMemory
-from planloom.graph import Graph, held_elements, repeated_dims
+from planloom.graph import Graph, held_elements, repeated_factors
 from planloom.layout import Box, volume
 from planloom.layout.boxes import lies_together
 from planloom.program import (
@@ -433,10 +433,10 @@ def _apart_bytes(messages: Sequence[tuple[int, Box]], sizes: tuple[int, ...], nu
 def given_bytes(graph: Graph) -> int:
     """The batch, and what is computed from it alone, whole on every device; what repeats is held once."""
     read = {name for op in graph.ops for name in op.inputs} | set(graph.inputs)
-    repeated = repeated_dims(graph)
+    repeated = repeated_factors(graph)
     given = {name: graph.tensors[name] for name in read & graph.given_names if name in graph.tensors}
     return sum(
-        held_elements(tensor.shape, repeated.get(name, frozenset())) * tensor.item_bytes
+        held_elements(tensor.sizes, repeated.get(name, frozenset())) * tensor.item_bytes
         for name, tensor in given.items()
     )
 
