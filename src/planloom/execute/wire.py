@@ -218,7 +218,7 @@ class Wire:
             rows = local.reshape(local.shape[1], *sizes[num_row_dims:])
             for i, step in enumerate(steps):
                 held, rows = self._row_step(step, held, rows, tags[i])
-            return lambda: rows.reshape(1, rows.shape[0], -1)
+            return lambda: rows.reshape(1, rows.shape[0], prod(rows.shape[1:]))
 
         return self._start(steps, local.device, carry_out)
 
